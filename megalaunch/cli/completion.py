@@ -198,7 +198,7 @@ def _model_folders(typed: str) -> list[Completion]:
 
 def _layouts(typed: str) -> list[str]:
     """Return layout names that extend the complete parts of `typed` by one: `tp4`, then `tp4pp2`, `tp4zero3`, ..."""
-    from megalaunch.config.parallel_names import LayoutError, layout_values
+    from megalaunch.config.parallel_names import ParallelNameError, layout_values
 
     complete_parts = typed if typed and layout_values(typed) else re.sub(r"[a-z]+$", "", typed)
     names = []
@@ -206,7 +206,7 @@ def _layouts(typed: str) -> list[str]:
         try:
             if layout_values(complete_parts + part):
                 names.append(complete_parts + part)
-        except LayoutError:
+        except ParallelNameError:
             continue
     return names
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
-from megalaunch.config.parallel_names import LayoutError, is_layout_name, layout_values
+from megalaunch.config.parallel_names import ParallelNameError, is_layout_name, layout_values
 from megalaunch.config.unknown_names import unknown_key, unknown_option
 from megalaunch.schema import SpecProblem
 from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
@@ -88,7 +88,7 @@ def load_option(
     if group == "parallel":
         try:
             layout = layout_values(name)
-        except LayoutError as error:
+        except ParallelNameError as error:
             problems.append(SpecProblem(group, str(error), where))
             return None
         if layout is not None:

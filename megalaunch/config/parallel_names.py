@@ -11,7 +11,7 @@ _PART = re.compile(r"(etp|vpp|hsdp|tp|pp|cp|ep|dp)([1-9]\d{0,6})|(zero[0-3])|(sp
 GRAMMAR = "any of tp<N> pp<N> cp<N> ep<N> etp<N> vpp<N> dp<N> hsdp<N>, sp, zero0 to zero3, written together"
 
 
-class LayoutError(ValueError):
+class ParallelNameError(ValueError):
     """The name has the form of a layout, but sets a key twice."""
 
 
@@ -21,7 +21,7 @@ def layout_values(name: str) -> dict[str, Any] | None:
     >>> layout_values("tp4pp4")
     {'tp': 4, 'pp': 4}
 
-    Raises LayoutError when a part is given twice (`tp2tp4`).
+    Raises ParallelNameError when a part is given twice (`tp2tp4`).
     """
     values: dict[str, Any] = {}
     position = 0
@@ -31,7 +31,7 @@ def layout_values(name: str) -> dict[str, Any] | None:
             return None
         key, value = _meaning(match)
         if key in values:
-            raise LayoutError(f"{name!r} gives {key} twice")
+            raise ParallelNameError(f"{name!r} gives {key} twice")
         values[key] = value
         position = match.end()
     return values or None
@@ -41,7 +41,7 @@ def is_layout_name(name: str) -> bool:
     """Return True for a name that has the form of a layout, even if it sets a key twice."""
     try:
         return layout_values(name) is not None
-    except LayoutError:
+    except ParallelNameError:
         return True
 
 
@@ -54,7 +54,7 @@ def merge_layout_names(text: str) -> str | None:
     name = re.sub(r"[^a-z0-9]", "", text.lower())
     try:
         return name if layout_values(name) else None
-    except LayoutError:
+    except ParallelNameError:
         return None
 
 

@@ -23,12 +23,12 @@ _OPS = FUNCTIONAL_COLLECTIVES
 class AsyncCollective:
     """A collective in flight. Call `wait` exactly once: it returns the result."""
 
-    sent: Tensor
+    in_flight: Tensor
     finish: Callable[[Tensor], Tensor]
 
     def wait(self) -> Tensor:
         """Wait for the collective and return its result."""
-        return self.finish(_OPS.wait_tensor(self.sent))
+        return self.finish(_OPS.wait_tensor(self.in_flight))
 
 
 def all_gather_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
@@ -48,8 +48,10 @@ def reduce_scatter_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
     parts = x if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim), dim=0)
     if on_cpu(x):
         # gloo's own reduce-scatter sends the whole tensor to every rank (figures: parallel/fsdp.py).
-        exchanged = all_to_all_async(parts, axis)
-        return AsyncCollective(exchanged.sent, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
+        parts_of_ranks = all_to_all_async(parts, axis)
+        return AsyncCollective(
+            parts_of_ranks.in_flight, lambda received: received.view(axis.size, -1, *parts.shape[1:]).sum(0)
+        )
     return AsyncCollective(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group), _identity)
 
 
@@ -59,19 +61,23 @@ def all_to_all_async(x: Tensor, axis: Axis) -> AsyncCollective:
     return all_to_all_v_async(x, splits, splits, axis)
 
 
-def all_to_all_v_async(x: Tensor, to: Sequence[int], found: Sequence[int], axis: Axis) -> AsyncCollective:
-    """All-to-all of uneven parts: send `to[i]` rows of `x` to rank i, and receive `found[i]` rows from it."""
+def all_to_all_v_async(
+    x: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], axis: Axis
+) -> AsyncCollective:
+    """All-to-all of uneven parts: send `input_splits[i]` rows to rank i, receive `output_splits[i]` rows from it."""
     if axis.size == 1:
         return _completed(x)
-    return AsyncCollective(_OPS.all_to_all_single(x.contiguous(), list(found), list(to), axis.group), _identity)
+    return AsyncCollective(
+        _OPS.all_to_all_single(x.contiguous(), list(output_splits), list(input_splits), axis.group), _identity
+    )
 
 
 def ring_shift_async(x: Tensor, axis: Axis) -> AsyncCollective:
     """Send `x` to the next rank of the ring, and return what the previous rank sent."""
     rows = x.shape[0]
-    to = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
-    found = [rows if rank == (axis.rank - 1) % axis.size else 0 for rank in range(axis.size)]
-    return all_to_all_v_async(x, to, found, axis)
+    input_splits = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
+    output_splits = [rows if rank == (axis.rank - 1) % axis.size else 0 for rank in range(axis.size)]
+    return all_to_all_v_async(x, input_splits, output_splits, axis)
 
 
 def all_reduce_async(x: Tensor, axis: Axis) -> AsyncCollective:
@@ -108,7 +114,7 @@ def _completed(x: Tensor) -> AsyncCollective:
 
 class _Completed(AsyncCollective):
     def wait(self) -> Tensor:
-        return self.sent
+        return self.in_flight
 
 
 def _identity(x: Tensor) -> Tensor:

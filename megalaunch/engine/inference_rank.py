@@ -123,14 +123,14 @@ def _evaluate(distributed: _DistributedModel, job: EvaluateJob) -> Iterator[Answ
 
 def _sum_over_ranks(distributed: _DistributedModel, batch_size: int, rows: FiniteDataset) -> tuple[float, int]:
     spec = with_value(distributed.spec, {"train.loss_chunks": HEAD_CHUNKS})
-    passes = make_forward_backward(spec, distributed.mesh, distributed.model)
+    forward_backward = make_forward_backward(spec, distributed.mesh, distributed.model)
 
     def may_go_on(problem: RankError | None) -> bool:
         distributed.record.heartbeat("answering", 0)
         sync_stop_signal(None, problem, 0, distributed.mesh.device)
         return True
 
-    sums = evaluate_loss_sum(passes, rows, batch_size, distributed.mesh, may_go_on)
+    sums = evaluate_loss_sum(forward_backward, rows, batch_size, distributed.mesh, may_go_on)
     assert sums is not None, "nothing cuts it short"
     return float(sums[0]), int(sums[1])
 

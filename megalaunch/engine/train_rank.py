@@ -57,5 +57,5 @@ def _generate_final_sample(state: TrainState, directory: RunDirectory, record: R
 
 
 def _as_generator(state: TrainState) -> DistributedGenerator:
-    relay = make_pipeline_forward(state.spec, state.mesh, state.model)
-    return DistributedGenerator(state.model, state.mesh, relay)
+    forward_only = make_pipeline_forward(state.spec, state.mesh, state.model)
+    return DistributedGenerator(state.model, state.mesh, forward_only)

@@ -12,41 +12,41 @@ MAX_LETTERS = 200_000  # of the expanded layout
 _MAX_DEPTH = 16
 
 
-class LayoutError(ValueError):
+class PipelineLayoutError(ValueError):
     """The text is not a layout; the message has the position and the reason."""
 
 
 @lru_cache(maxsize=512)
 def expand_layout(layout: str) -> tuple[str, ...]:
-    """Return the letters of each stage, with repeats expanded; raises LayoutError."""
+    """Return the letters of each stage, with repeats expanded; raises PipelineLayoutError."""
     text = "".join(letter for letter in layout if letter not in ", \t\n")
     letters, end = _sequence(text, 0, 0)
     if end < len(text):
-        raise LayoutError(f"pipeline_layout: ) without ( at letter {end + 1}")
+        raise PipelineLayoutError(f"pipeline_layout: ) without ( at letter {end + 1}")
     if not letters:
-        raise LayoutError("pipeline_layout is empty; parallel.pipeline_layout=null splits layers evenly")
+        raise PipelineLayoutError("pipeline_layout is empty; parallel.pipeline_layout=null splits layers evenly")
     return tuple(letters.split("|"))
 
 
 def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
     """Expand from `start` to the end or a closing parenthesis; return the letters and the end position."""
     if depth > _MAX_DEPTH:
-        raise LayoutError(f"pipeline_layout: more than {_MAX_DEPTH} nested parentheses")
+        raise PipelineLayoutError(f"pipeline_layout: more than {_MAX_DEPTH} nested parentheses")
     parts: list[str] = []
     size, at = 0, start
     while at < len(text) and text[at] != ")":
         if text[at] == "(":
             part, at = _sequence(text, at + 1, depth + 1)
             if at == len(text):
-                raise LayoutError("pipeline_layout: ( without )")
+                raise PipelineLayoutError("pipeline_layout: ( without )")
         elif text[at] in LETTERS:
             part = text[at]
         else:
-            raise LayoutError(f"pipeline_layout: {text[at]!r} at letter {at + 1} is not one of E t m L | ( ) *")
+            raise PipelineLayoutError(f"pipeline_layout: {text[at]!r} at letter {at + 1} is not one of E t m L | ( ) *")
         times, at = _times(text, at + 1)
         size += len(part) * times
         if size > MAX_LETTERS:
-            raise LayoutError(f"pipeline_layout: more than {MAX_LETTERS} letters when expanded")
+            raise PipelineLayoutError(f"pipeline_layout: more than {MAX_LETTERS} letters when expanded")
         parts.append(part * times)
     return "".join(parts), at
 
@@ -60,5 +60,5 @@ def _times(text: str, at: int) -> tuple[int, int]:
         end += 1
     digits = text[at + 1 : end]
     if not digits or len(digits) > 6 or int(digits) == 0:
-        raise LayoutError(f"pipeline_layout: * at letter {at + 1} needs a count from 1 to 999999")
+        raise PipelineLayoutError(f"pipeline_layout: * at letter {at + 1} needs a count from 1 to 999999")
     return int(digits), end

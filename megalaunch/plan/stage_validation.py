@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
+from megalaunch.plan.pipeline_layout import PipelineLayoutError, expand_layout
 from megalaunch.schema import RunSpec
 
 V_SCHEDULES = ("zbv", "dualpipev")
@@ -148,7 +148,7 @@ def _layout_violations(split: PipelineSplit, layout: str) -> Iterator[StageViola
     path = "parallel.pipeline_layout"
     try:
         stages = expand_layout(layout)
-    except LayoutError as error:
+    except PipelineLayoutError as error:
         yield StageViolation("parallel.layout_grammar", path, str(error), {"pipeline_layout": layout})
         return
     numbers = {"stages": len(stages), "pp": split.pp}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
+from megalaunch.plan.pipeline_layout import PipelineLayoutError, expand_layout
 from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
 from megalaunch.schema import RunSpec
 
@@ -50,7 +50,7 @@ def virtual_stages(spec: RunSpec) -> int:
         return p.vpp or 1
     try:
         stages = expand_layout(p.pipeline_layout)
-    except LayoutError:
+    except PipelineLayoutError:
         return p.vpp or 1
     return max(1, len(stages) // p.pp)
 

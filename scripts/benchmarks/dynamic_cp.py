@@ -32,7 +32,7 @@ from megalaunch.engine.parallel import dynamic_context_parallel
 from megalaunch.engine.parallel.context_parallel import cp_positions
 from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
 from megalaunch.engine.parallel.parallelize import build_sharded_model
-from megalaunch.engine.train.dataloader import StepBatch, microbatch, shard_for_context_parallel
+from megalaunch.engine.train.dataloader import StepBatch, collate, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, with_values
@@ -136,7 +136,7 @@ class Pass:
         """The mean loss; reading and dealing out are not left out."""
         if self._way not in FIXED:
             dynamic_context_parallel.partition_documents = dealing(self._way)  # type: ignore[assignment]
-        one = shard_for_context_parallel(microbatch([row]), self._mesh.cp, self._mesh.topology.dynamic_context_parallel)
+        one = shard_for_context_parallel(collate([row]), self._mesh.cp, self._mesh.topology.dynamic_context_parallel)
         loss = self._passes.train(StepBatch((range(1),), (one,)), len(row.tokens) - 1).sum()
         dist.all_reduce(loss)
         for parameter in self._model.parameters():

@@ -4,7 +4,7 @@ import pytest
 
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.parallel_names import LayoutError, layout_values
+from megalaunch.config.parallel_names import ParallelNameError, layout_values
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_what_is_no_layout(name):
 
 
 def test_a_part_given_twice_is_named():
-    with pytest.raises(LayoutError, match="gives tp twice"):
+    with pytest.raises(ParallelNameError, match="gives tp twice"):
         layout_values("tp2pp2tp4")
 
 

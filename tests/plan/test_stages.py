@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
+from megalaunch.plan.pipeline_layout import PipelineLayoutError, expand_layout
 from megalaunch.plan.stage_validation import PipelineSplit, find_stage_violations
 from megalaunch.plan.stages import StageError, assign_layers
 
@@ -103,7 +103,7 @@ def test_repeats_are_written_out(layout, written):
     ],
 )
 def test_what_is_no_layout(layout, reason):
-    with pytest.raises(LayoutError, match=reason):
+    with pytest.raises(PipelineLayoutError, match=reason):
         expand_layout(layout)
 
 

@@ -207,11 +207,13 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
     optimizer = _NotingAdamW(model, spec)
     samples = samples_of(spec)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec.batch.global_batch_size, mesh), mesh.device)
-    passes = make_forward_backward(spec, mesh, model)
-    step = TrainStep(spec, mesh, model, passes, optimizer, samples)
+    forward_backward = make_forward_backward(spec, mesh, model)
+    step = TrainStep(spec, mesh, model, forward_backward, optimizer, samples)
     results = [step.run(number, batches.get(number, STEPS), None) for number in range(1, STEPS + 1)]
     batches.close()
-    validation = validation_loss(passes, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
+    validation = validation_loss(
+        forward_backward, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True
+    )
     assert validation is not None
     parameters = {name: whole(name, p.detach(), spec) for name, p in model.named_parameters()}
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]

@@ -29,10 +29,10 @@ ORDERS = "orders"
 
 
 class SampleDataset:
-    """Wraps token samples as `Sample`s; `borders` defines the treatment of document ends (None: as any token)."""
+    """Wraps token samples as `Sample`s; `eod_policy` defines the treatment of document ends (None: as any token)."""
 
-    def __init__(self, samples: TokenDataset, borders: EodPolicy | None) -> None:
-        self.samples, self._borders = samples, borders
+    def __init__(self, samples: TokenDataset, eod_policy: EodPolicy | None) -> None:
+        self.samples, self._eod_policy = samples, eod_policy
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -40,7 +40,7 @@ class SampleDataset:
     def __getitem__(self, index: int) -> Sample:
         """Return sample `index`."""
         tokens = self.samples[index]
-        return Sample(tokens) if self._borders is None else self._borders.make_sample(tokens)
+        return Sample(tokens) if self._eod_policy is None else self._eod_policy.make_sample(tokens)
 
     def describe(self, index: int) -> str:
         """Return one line for reports: the origin of sample `index`."""
@@ -82,11 +82,11 @@ def build_valid_dataset(spec: RunSpec) -> FiniteDataset | None:
             return None
         talks = ConversationFile(Path(data.validation_prefix), length, spec.model.vocab_size)
         return ChatValidationDataset(talks, data.validation_tokens) if len(talks.numbers) else None
-    parts, borders = validation_parts(data), _eod_policy(spec)
+    parts, eod_policy = validation_parts(data), _eod_policy(spec)
     available = [num_tokens(part) for part in parts]
     counts = num_tokens_in_slices(available, [part.weight for part in parts], data.validation_tokens)
     rows = [
-        ValidationSamples(part.prefix, length, part.sequences, spec.model.vocab_size, count, borders)
+        ValidationSamples(part.prefix, length, part.sequences, spec.model.vocab_size, count, eod_policy)
         for part, count in zip(parts, counts, strict=True)
     ]
     rows = [one for one in rows if len(one)]

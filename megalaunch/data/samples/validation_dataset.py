@@ -36,7 +36,7 @@ class ValidationSamples:
         sequences: the sequences to read (a split); None: all.
         vocab_size: token ids are checked against it; None: not checked.
         most_tokens: read only this many tokens from the start; None: all.
-        borders: how to treat ends of documents; None: as any token.
+        eod_policy: how to treat ends of documents; None: as any token.
 
     Raises:
         DataError: the files are unusable, or (on reading) an id is out of range.
@@ -49,9 +49,9 @@ class ValidationSamples:
         sequences: range | None = None,
         vocab_size: int | None = None,
         most_tokens: int | None = None,
-        borders: EodPolicy | None = None,
+        eod_policy: EodPolicy | None = None,
     ) -> None:
-        self.file, self._borders = IndexedTokens(prefix), borders
+        self.file, self._eod_policy = IndexedTokens(prefix), eod_policy
         self._reader = TokenReader(bin_path(prefix), self.file.dtype)
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         part = range(self.file.num_sequences) if sequences is None else sequences
@@ -81,7 +81,7 @@ class ValidationSamples:
         missing = self.sequence_length + 1 - len(tokens)
         counted = np.arange(self.sequence_length) < len(tokens) - 1
         padded = np.pad(tokens, (0, missing), mode="edge")
-        return Sample(padded, counted) if self._borders is None else self._borders.make_sample(padded, counted)
+        return Sample(padded, counted) if self._eod_policy is None else self._eod_policy.make_sample(padded, counted)
 
 
 class ConcatDataset:

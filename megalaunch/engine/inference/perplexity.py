@@ -18,7 +18,7 @@ from megalaunch.data.preprocess.corpus.documents import find_corpus
 from megalaunch.data.samples.sample import EodPolicy
 from megalaunch.data.samples.validation_dataset import FiniteDataset, ValidationSamples
 from megalaunch.engine.inference.load_model import LanguageModel, ModelSource
-from megalaunch.engine.train.dataloader import microbatch
+from megalaunch.engine.train.dataloader import collate
 from megalaunch.engine.train.loss import IGNORE_INDEX, LinearCrossEntropy
 
 HEAD_CHUNKS = 16  # chunks of the linear cross-entropy, to hold few logits at a time
@@ -126,7 +126,7 @@ def _score(
     summed: Summed, source: ModelSource, name: str, prefix: Path, length: int, moves: Callable[[], None]
 ) -> Score:
     rows = ValidationSamples(
-        prefix, length, vocab_size=source.spec.model.vocab_size, borders=_document_boundaries(source)
+        prefix, length, vocab_size=source.spec.model.vocab_size, eod_policy=_document_boundaries(source)
     )
     total, tokens = summed(rows) if len(rows) else (0.0, 0)
     if not tokens:
@@ -141,7 +141,7 @@ def _sum_loss(model: LanguageModel, batch_size: int, rows: FiniteDataset) -> tup
     total, tokens = 0.0, 0
     for start in range(0, len(rows), batch_size):
         stop = min(start + batch_size, len(rows))
-        batch = microbatch([rows[index] for index in range(start, stop)]).map(lambda part: part.to(decoder.device))
+        batch = collate([rows[index] for index in range(start, stop)]).map(lambda part: part.to(decoder.device))
         states = decoder(batch.tokens, batch.positions, documents_BS=batch.documents, logits=False)
         total += float(head(states, batch.labels))
         tokens += int((batch.labels != IGNORE_INDEX).sum())

@@ -70,10 +70,12 @@ class DecoderLayer(nn.Module):
         dropout_masks: LayerDropoutMasks,
     ) -> Tensor:
         """Apply the layer, as a function that the save policy may call again."""
-        attended = self.attention(self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.weights)
-        between = x_BSH + _maybe_dropout(self.attention_out_norm(attended), dropout_masks.attended)
-        fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
-        return between + _maybe_dropout(fed, dropout_masks.fed)
+        attention_out = self.attention(
+            self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.attention_seeds
+        )
+        residual = x_BSH + _maybe_dropout(self.attention_out_norm(attention_out), dropout_masks.attention_output)
+        mlp_out = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else residual)))
+        return residual + _maybe_dropout(mlp_out, dropout_masks.mlp_output)
 
 
 VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
@@ -182,7 +184,7 @@ class Decoder(nn.Module):
                 self.config, self.tp_region, seeds_B, dropout_positions, list(self.layers)
             )
         if self.embedding is not None:
-            x = _maybe_dropout(self.embedding.lookup(x, positions, self.tp_region), dropout_masks.embedded)
+            x = _maybe_dropout(self.embedding.lookup(x, positions, self.tp_region), dropout_masks.embedding)
             x = x if self.block_dtype is None else x.float()
         ropes = {layer.rope for layer in self.config.layers}
         rotations = {

@@ -32,24 +32,24 @@ def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Ten
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Dropout at one site, given by a hash for each token (`rows` [B, s]) and each feature (`columns` [H])."""
+    """Dropout at one site, given by a hash for each token [B, s] and each feature [H]."""
 
-    rows: Tensor
-    columns: Tensor
+    token_hashes: Tensor
+    feature_hashes: Tensor
     rate: float
 
     def __call__(self, x_BsH: Tensor) -> Tensor:
         """Zero elements with probability `rate`, and divide the others by 1 - rate."""
-        return apply_function(_Drop, x_BsH, self.rows, self.columns, self.rate)
+        return apply_function(_Drop, x_BsH, self.token_hashes, self.feature_hashes, self.rate)
 
 
 @dataclass(frozen=True)
 class LayerDropoutMasks:
     """Dropout in one layer: of both blocks' outputs, and the seeds [B, n] for dropout of attention weights."""
 
-    attended: DropoutMask | None = None
-    fed: DropoutMask | None = None
-    weights: Tensor | None = None
+    attention_output: DropoutMask | None = None
+    mlp_output: DropoutMask | None = None
+    attention_seeds: Tensor | None = None
 
 
 NO_DROPOUT = LayerDropoutMasks()
@@ -59,7 +59,7 @@ NO_DROPOUT = LayerDropoutMasks()
 class DropoutMasks:
     """Dropout in a forward pass: of the embedding's output, and in each layer by name."""
 
-    embedded: DropoutMask | None
+    embedding: DropoutMask | None
     layers: Mapping[str, LayerDropoutMasks]
 
 
@@ -84,39 +84,43 @@ def make_dropout_masks(
         return no_dropout(names)
     sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
     seeds = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])  # one seed for each site and sample
-    attended, fed, weights = seeds[1:].view(-1, _SITES, len(seeds_B)).unbind(1)  # [L, B] each
+    attention, mlp, attention_weights = seeds[1:].view(-1, _SITES, len(seeds_B)).unbind(1)  # [L, B] each
     dropout_masks: list[tuple[DropoutMask | None, DropoutMask | None]] = [(None, None)] * len(names)
-    embedded = None
+    embedding = None
     if config.hidden_dropout or config.embedding_dropout:
-        columns = hash_ids(torch.arange(config.hidden_size, device=positions.device))
-        rows = mix_seed(torch.cat((seeds[:1], attended, fed))[..., None], tp_region.scatter_to_sp(positions))
-        first, *rest = rows.unbind()
-        embedded = DropoutMask(first, columns, config.embedding_dropout) if config.embedding_dropout else None
-        each = [DropoutMask(row, columns, config.hidden_dropout) if config.hidden_dropout else None for row in rest]
+        feature_hashes = hash_ids(torch.arange(config.hidden_size, device=positions.device))
+        token_hashes = mix_seed(torch.cat((seeds[:1], attention, mlp))[..., None], tp_region.scatter_to_sp(positions))
+        first, *rest = token_hashes.unbind()
+        embedding = DropoutMask(first, feature_hashes, config.embedding_dropout) if config.embedding_dropout else None
+        each = [
+            DropoutMask(hashes, feature_hashes, config.hidden_dropout) if config.hidden_dropout else None
+            for hashes in rest
+        ]
         dropout_masks = list(zip(each[: len(names)], each[len(names) :], strict=True))
     heads: Sequence[Tensor | None] = [None] * len(names)
     if config.attention.dropout:
         mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=positions.device))
-        heads = mix_seed(weights[..., None], mine).unbind()
+        heads = mix_seed(attention_weights[..., None], mine).unbind()
     layers = {
         name: LayerDropoutMasks(*pair, head) for name, pair, head in zip(names, dropout_masks, heads, strict=True)
     }
-    return DropoutMasks(embedded, layers)
+    return DropoutMasks(embedding, layers)
 
 
 class _Drop(torch.autograd.Function):
     """y = x * mask / (1 - rate). Backward: dx = dy * mask / (1 - rate), with the mask recomputed from its hashes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-        ctx.save_for_backward(rows, columns)
+    def forward(ctx: Any, x: Tensor, token_hashes: Tensor, feature_hashes: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(token_hashes, feature_hashes)
         ctx.rate = rate
-        return x.mul(keep_mask(rows, columns, rate)).mul_(1 / (1 - rate))
+        return x.mul(keep_mask(token_hashes, feature_hashes, rate)).mul_(1 / (1 - rate))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, columns = ctx.saved_tensors
-        return gradients[0].mul(keep_mask(rows, columns, ctx.rate)).mul_(1 / (1 - ctx.rate)), None, None, None
+        token_hashes, feature_hashes = ctx.saved_tensors
+        keep = keep_mask(token_hashes, feature_hashes, ctx.rate)
+        return gradients[0].mul(keep).mul_(1 / (1 - ctx.rate)), None, None, None
 
 
 def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:

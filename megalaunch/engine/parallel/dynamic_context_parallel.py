@@ -40,7 +40,7 @@ from megalaunch.engine.parallel.document_partition import DocumentChunk, Documen
 # tokens takes longer than its computation.
 _BUNDLE = 256
 
-Products = Sequence[tuple[int, int, AttentionFn]]
+AttentionCalls = Sequence[tuple[int, int, AttentionFn]]
 """The attention calls of a rank, in order: number of queries, number of keys, and the function."""
 
 
@@ -65,35 +65,38 @@ def local_token_indices(documents_BS: Tensor, axis: Axis, lengths: DocumentLengt
 class KVExchangePlan:
     """The all-to-all of keys and values of one rank in a layer.
 
-    `sent` are indices of local tokens, grouped by receiver; `to` and `found` count the tokens sent to and received from
-    each rank. The first `whole` local tokens are whole documents. `keys` are those of the other local tokens, as
-    indices into local tokens followed by received ones.
+    Attributes:
+        send_indices: Indices of the local tokens to send, grouped by receiver.
+        input_splits: Number of tokens sent to each rank.
+        output_splits: Number of tokens received from each rank.
+        full_document_tokens: The first so many local tokens are full documents.
+        key_indices: The keys of the other local tokens, as indices into local tokens followed by received ones.
     """
 
-    sent: Flat
-    to: tuple[int, ...]
-    found: tuple[int, ...]
-    whole: int
-    keys: Flat
+    send_indices: Flat
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+    full_document_tokens: int
+    key_indices: Flat
 
 
 def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePlan:
     """Return the exchange plan of `rank`."""
     own, holders, chunks = partition.local_token_indices(rank), partition.owner_of_token(), partition.ranks[rank]
-    found = partition.remote_tokens(rank, holders)
+    received = partition.remote_tokens(rank, holders)
     number = np.full(len(holders), -1)
     number[own] = np.arange(len(own))
-    number[np.concatenate(found)] = len(own) + np.arange(sum(map(len, found)))
+    number[np.concatenate(received)] = len(own) + np.arange(sum(map(len, received)))
     sent = [number[partition.remote_tokens(other, holders)[rank]] for other in range(len(partition.ranks))]
     keys = [
         number[partition.first[p.document] + np.arange(p.stop)] for p in chunks if not partition.is_full_document(p)
     ]
     return KVExchangePlan(
-        sent=np.concatenate(sent),
-        to=tuple(map(len, sent)),
-        found=tuple(map(len, found)),
-        whole=sum(p.num_tokens for p in chunks if partition.is_full_document(p)),
-        keys=np.concatenate((*keys, np.empty(0, np.int64))),
+        send_indices=np.concatenate(sent),
+        input_splits=tuple(map(len, sent)),
+        output_splits=tuple(map(len, received)),
+        full_document_tokens=sum(p.num_tokens for p in chunks if partition.is_full_document(p)),
+        key_indices=np.concatenate((*keys, np.empty(0, np.int64))),
     )
 
 
@@ -131,47 +134,49 @@ def _attention(
     partition: DocumentPartition, plan: KVExchangePlan, axis: Axis, window: int | None, device: torch.device
 ) -> AttentionFn:
     chunks = partition.ranks[axis.rank]
-    whole = _full_document_attention([p.num_tokens for p in chunks if partition.is_full_document(p)], window, device)
-    rest = [_split_document_attention(p, window, device) for p in chunks if not partition.is_full_document(p)]
-    sent, keys = (torch.from_numpy(numbers).to(device) for numbers in (plan.sent, plan.keys))
+    full = _full_document_attention([p.num_tokens for p in chunks if partition.is_full_document(p)], window, device)
+    split = [_split_document_attention(p, window, device) for p in chunks if not partition.is_full_document(p)]
+    send_indices, key_indices = (
+        torch.from_numpy(numbers).to(device) for numbers in (plan.send_indices, plan.key_indices)
+    )
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         q_NcD, kv_GcD = _flatten_batch(q_BNsD), torch.stack((_flatten_batch(k_BGsD), _flatten_batch(v_BGsD)))
-        parts = [plan.whole, q_NcD.shape[1] - plan.whole]
-        q_whole, q_cut = torch.split(q_NcD, parts, dim=1)
+        parts = [plan.full_document_tokens, q_NcD.shape[1] - plan.full_document_tokens]
+        q_full, q_split = torch.split(q_NcD, parts, dim=1)
         out = []
         if partition.has_split_documents:
-            kv_exchange = _KVExchange(plan, axis, sent)
-            coming = apply_function(_StartKVExchange, kv_GcD, kv_exchange)
+            kv_exchange = _KVExchange(plan, axis, send_indices)
+            placeholder = apply_function(_StartKVExchange, kv_GcD, kv_exchange)
             # Between start and finish, so that the all-to-all overlaps with it; autograd runs the reverse order.
-            out += _computed(q_whole, kv_GcD[:, :, : plan.whole], whole, scoring)
-            arrived = apply_function(_FinishKVExchange, coming, kv_exchange)
-            at_hand = torch.cat((kv_GcD, arrived), dim=2)
-            out += _computed(q_cut, at_hand.index_select(2, keys), rest, scoring)
-            # An empty slice: it keeps `arrived` in the graph of a rank that received no keys, which must still enter
+            out += _attend_documents(q_full, kv_GcD[:, :, : plan.full_document_tokens], full, scoring)
+            received = apply_function(_FinishKVExchange, placeholder, kv_exchange)
+            all_kv = torch.cat((kv_GcD, received), dim=2)
+            out += _attend_documents(q_split, all_kv.index_select(2, key_indices), split, scoring)
+            # An empty slice: it keeps `received` in the graph of a rank that received no keys, which must still enter
             # the all-to-all of the backward pass.
-            out.append(arrived[1, :, :0].repeat_interleave(q_NcD.shape[0] // kv_GcD.shape[1], dim=0))
+            out.append(received[1, :, :0].repeat_interleave(q_NcD.shape[0] // kv_GcD.shape[1], dim=0))
         else:
-            out += _computed(q_whole, kv_GcD, whole, scoring)
+            out += _attend_documents(q_full, kv_GcD, full, scoring)
         out_NcD = torch.cat(out, dim=1)
         return out_NcD.view(len(out_NcD), len(q_BNsD), -1, out_NcD.shape[2]).transpose(0, 1)
 
     return attend
 
 
-def _computed(q_NcD: Tensor, kv_GtD: Tensor, products: Products, scoring: ScoreMod) -> list[Tensor]:
+def _attend_documents(q_NcD: Tensor, kv_GtD: Tensor, calls: AttentionCalls, scoring: ScoreMod) -> list[Tensor]:
     """Run the attention calls; return the output of each, [N, ., D]."""
-    if not products:
+    if not calls:
         return []
-    queries = torch.split(q_NcD, [count for count, _, _ in products], dim=1)
-    keys_values = torch.split(kv_GtD, [count for _, count, _ in products], dim=2)
+    queries = torch.split(q_NcD, [count for count, _, _ in calls], dim=1)
+    keys_values = torch.split(kv_GtD, [count for _, count, _ in calls], dim=2)
     return [
         attend(q[None], kv[0][None], kv[1][None], scoring)[0]
-        for q, kv, (_, _, attend) in zip(queries, keys_values, products, strict=True)
+        for q, kv, (_, _, attend) in zip(queries, keys_values, calls, strict=True)
     ]
 
 
-def _full_document_attention(lengths: Sequence[int], window: int | None, device: torch.device) -> Products:
+def _full_document_attention(lengths: Sequence[int], window: int | None, device: torch.device) -> AttentionCalls:
     """Return one attention call for each long document; short ones share masked calls."""
     made: list[tuple[int, int, AttentionFn]] = []
     for bundle in _group_short_documents(lengths):
@@ -219,15 +224,15 @@ def _flatten_batch(x_BNsD: Tensor) -> Tensor:
 class _KVExchange:
     """The all-to-all in flight of one layer: of keys and values in forward, of their gradients in backward."""
 
-    def __init__(self, plan: KVExchangePlan, axis: Axis, sent: Tensor) -> None:
-        self.plan, self.axis, self.sent = plan, axis, sent
+    def __init__(self, plan: KVExchangePlan, axis: Axis, send_indices: Tensor) -> None:
+        self.plan, self.axis, self.send_indices = plan, axis, send_indices
         self.pending: AsyncCollective | None = None
 
     def wait(self) -> Tensor:
         """Wait for the all-to-all that was started last and return its result."""
         assert self.pending is not None, "nothing was sent"
-        arrived, self.pending = self.pending.wait(), None
-        return arrived
+        received, self.pending = self.pending.wait(), None
+        return received
 
 
 class _StartKVExchange(torch.autograd.Function):
@@ -241,18 +246,19 @@ class _StartKVExchange(torch.autograd.Function):
     def forward(ctx: Any, kv: Tensor, kv_exchange: _KVExchange) -> Tensor:
         ctx.kv_exchange, ctx.shape = kv_exchange, kv.shape
         plan = kv_exchange.plan
-        packed = kv.index_select(2, kv_exchange.sent).permute(2, 0, 1, 3)
-        kv_exchange.pending = all_to_all_v_async(packed, plan.to, plan.found, kv_exchange.axis)
-        return kv.new_empty(*kv.shape[:2], sum(plan.found), kv.shape[3])
+        packed = kv.index_select(2, kv_exchange.send_indices).permute(2, 0, 1, 3)
+        kv_exchange.pending = all_to_all_v_async(packed, plan.input_splits, plan.output_splits, kv_exchange.axis)
+        return kv.new_empty(*kv.shape[:2], sum(plan.output_splits), kv.shape[3])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         kv_exchange: _KVExchange = ctx.kv_exchange
-        found, counts = kv_exchange.wait(), list(kv_exchange.plan.to)
+        found, splits = kv_exchange.wait(), list(kv_exchange.plan.input_splits)
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=found.device)
         # One index_add per rank: a rank receives a token at most once, so the order of the sums is deterministic.
-        for numbers, part in zip(torch.split(kv_exchange.sent, counts), torch.split(found, counts), strict=True):
-            total.index_add_(2, numbers, part.permute(1, 2, 0, 3).float())
+        by_rank = zip(torch.split(kv_exchange.send_indices, splits), torch.split(found, splits), strict=True)
+        for indices, part in by_rank:
+            total.index_add_(2, indices, part.permute(1, 2, 0, 3).float())
         return total.to(found.dtype), None
 
 
@@ -263,7 +269,7 @@ class _FinishKVExchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, kv_exchange: _KVExchange) -> Tensor:
+    def forward(ctx: Any, placeholder: Tensor, kv_exchange: _KVExchange) -> Tensor:
         ctx.kv_exchange = kv_exchange
         return kv_exchange.wait().permute(1, 2, 0, 3)
 
@@ -271,5 +277,7 @@ class _FinishKVExchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         kv_exchange: _KVExchange = ctx.kv_exchange
         packed = gradients[0].permute(2, 0, 1, 3)
-        kv_exchange.pending = all_to_all_v_async(packed, kv_exchange.plan.found, kv_exchange.plan.to, kv_exchange.axis)
+        kv_exchange.pending = all_to_all_v_async(
+            packed, kv_exchange.plan.output_splits, kv_exchange.plan.input_splits, kv_exchange.axis
+        )
         return gradients[0], None

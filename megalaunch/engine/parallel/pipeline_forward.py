@@ -63,8 +63,8 @@ class DistributedGenerator:
     All ranks call it together: logits are all-gathered over tp on the last stage and broadcast over pp.
     """
 
-    def __init__(self, model: ModelParts, mesh: Mesh, relay: PipelineForward) -> None:
-        self._model, self._mesh, self._relay = model, mesh, relay
+    def __init__(self, model: ModelParts, mesh: Mesh, pipeline_forward: PipelineForward) -> None:
+        self._model, self._mesh, self._pipeline_forward = model, mesh, pipeline_forward
 
     @property
     def config(self) -> DecoderConfig:
@@ -80,7 +80,7 @@ class DistributedGenerator:
         """Return the fp32 logits of the last position, [B, 1, V], on every rank. Collective."""
         tp_region = self._model.parts[0].tp_region
         with tp_region.sequence_parallel_disabled():
-            local_logits = self._relay.run(tokens_BS, {"positions": positions, "kv_cache": kv_cache})
+            local_logits = self._pipeline_forward.run(tokens_BS, {"positions": positions, "kv_cache": kv_cache})
         if local_logits is None:
             logits = torch.empty(tokens_BS.shape[0], 1, self.config.vocab_size, device=self._mesh.device)
         else:

@@ -10,7 +10,7 @@ from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.parallel.step_observer import StepObserver
-from megalaunch.engine.train.dataloader import StepBatch, microbatch, shard_for_context_parallel
+from megalaunch.engine.train.dataloader import StepBatch, collate, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.train_step import TrainStep
@@ -28,14 +28,14 @@ class ConstantDataset:
     def __init__(self, spec: RunSpec) -> None:
         tokens = np.zeros(spec.batch.sequence_length + 1, np.int64)
         data = spec.data
-        borders = EodPolicy(-1, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-        self._row = borders.make_sample(tokens)
+        policy = EodPolicy(-1, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+        self._sample = policy.make_sample(tokens)
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> Sample:
-        return self._row
+        return self._sample
 
     def describe(self, index: int) -> str:
         """Return the description that is printed for a non-finite loss, which does not occur here."""
@@ -51,15 +51,15 @@ def make_observed_step(
     activations: StageActivations | None = None,
 ) -> TrainStep:
     """Return the engine's train step for a parallelized, materialized model, on constant data. It is not run yet."""
-    passes = make_forward_backward(spec, mesh, model, observer, activations)
-    return TrainStep(spec, mesh, model, passes, optimizer, ConstantDataset(spec), observer)
+    forward_backward = make_forward_backward(spec, mesh, model, observer, activations)
+    return TrainStep(spec, mesh, model, forward_backward, optimizer, ConstantDataset(spec), observer)
 
 
 def make_batch(spec: RunSpec, mesh: Mesh, microbatches: int) -> StepBatch:
     """Return a batch of `microbatches` constant microbatches of this rank, on the CPU."""
     size = mesh.topology.micro_batch_size
     one = shard_for_context_parallel(
-        microbatch([ConstantDataset(spec)[0]] * size),
+        collate([ConstantDataset(spec)[0]] * size),
         mesh.cp,
         mesh.topology.dynamic_context_parallel,
         full_length_documents,

@@ -127,23 +127,23 @@ def make_batch_sampler(global_batch_size: int, mesh: Mesh) -> BatchSampler:
 class PrefetchingDataLoader:
     """Loader that reads the batches of the next two steps on a background thread while step k is computed.
 
-    Batches are a pure function of (rows, shape, step), so checkpoints store no loader state.
+    Batches are a pure function of (dataset, sampler, step), so checkpoints store no loader state.
 
     Args:
-        rows: The training samples.
-        shape: Assignment of samples to this rank.
+        dataset: The training samples.
+        sampler: Assignment of samples to this rank.
         device: Device of the returned tensors.
         waiting: Called every two seconds with the step's number while `get` waits for its batch.
     """
 
     def __init__(
         self,
-        rows: Dataset,
-        shape: BatchSampler,
+        dataset: Dataset,
+        sampler: BatchSampler,
         device: torch.device,
         waiting: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self._rows, self._shape, self._device, self._waiting = rows, shape, device, waiting
+        self._dataset, self._sampler, self._device, self._waiting = dataset, sampler, device, waiting
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[StepBatch]] = {}
 
@@ -187,14 +187,14 @@ class PrefetchingDataLoader:
                 self._waiting(step)
 
     def _read(self, step: int) -> StepBatch:
-        indices = self._shape.indices(step)
+        indices = self._sampler.indices(step)
         try:
-            groups = [[self._rows[index] for index in group] for group in indices]
+            groups = [[self._dataset[index] for index in group] for group in indices]
         except (DataError, OSError) as error:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=RankError(ExitCode.DATA, reason))
         microbatches = tuple(
-            shard_for_context_parallel(microbatch(group), self._shape.context, self._shape.by_length)
+            shard_for_context_parallel(collate(group), self._sampler.context, self._sampler.by_length)
             for group in groups
         )
         if self._device.type == "cuda":
@@ -202,15 +202,15 @@ class PrefetchingDataLoader:
         return StepBatch(indices, microbatches, sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
 
 
-def microbatch(rows: Sequence[Sample]) -> MicroBatch:
+def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Collate samples of the same length into a microbatch on the CPU."""
-    stacked = torch.from_numpy(np.stack([row.tokens for row in rows]))
+    stacked = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     tokens, labels = stacked[:, :-1].clone(), stacked[:, 1:].clone()  # `contiguous` of a single row would be a view
-    for row, label in zip(rows, labels, strict=True):
-        if row.loss_mask is not None:
-            label[torch.from_numpy(~row.loss_mask)] = IGNORE_INDEX
-    positions = _stack([row.positions for row in rows], np.arange(tokens.shape[1]))
-    documents = _stack([row.document_ids for row in rows], np.zeros(tokens.shape[1], np.int64))
+    for sample, label in zip(samples, labels, strict=True):
+        if sample.loss_mask is not None:
+            label[torch.from_numpy(~sample.loss_mask)] = IGNORE_INDEX
+    positions = _stack([sample.positions for sample in samples], np.arange(tokens.shape[1]))
+    documents = _stack([sample.document_ids for sample in samples], np.zeros(tokens.shape[1], np.int64))
     return MicroBatch(tokens, labels, positions, documents)
 
 

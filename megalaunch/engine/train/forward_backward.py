@@ -144,7 +144,7 @@ class PipelineForwardBackward:
     """Passes with a pipeline: microbatches are sent from stage to stage; the last stage computes the loss."""
 
     pipeline: Pipeline
-    relay: PipelineForward
+    forward_only: PipelineForward
     model: ModelParts
     mesh: Mesh
     loss: LinearCrossEntropy
@@ -165,7 +165,7 @@ class PipelineForwardBackward:
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Run one microbatch forward through all stages; returns zero on all but the last."""
         rest = {name: value for name, value in batch.inputs.items() if name != "tokens"}
-        output = self.relay.run(batch.tokens, {**rest, "logits": self.loss.takes_logits})
+        output = self.forward_only.run(batch.tokens, {**rest, "logits": self.loss.takes_logits})
         return self.loss(output, batch.labels) if output is not None else torch.zeros((), device=self.mesh.device)
 
     def release(self) -> None:

@@ -60,13 +60,13 @@ class TrainStep:
         spec: RunSpec,
         mesh: Mesh,
         model: ModelParts,
-        passes: ForwardBackward,
+        forward_backward: ForwardBackward,
         optimizer: NamedAdamW,
         samples: Dataset,
         observer: StepObserver = NO_OBSERVER,
     ) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
-        self._passes, self._samples, self._observer = passes, samples, observer
+        self._forward_backward, self._samples, self._observer = forward_backward, samples, observer
 
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
@@ -87,7 +87,7 @@ class TrainStep:
         mine = batch.valid_tokens if is_loss_rank else 0
         tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
         with self._observer.phase_scope("forward"):
-            losses = self._passes.train(batch, tokens)
+            losses = self._forward_backward.train(batch, tokens)
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)

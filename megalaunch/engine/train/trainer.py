@@ -46,12 +46,12 @@ from megalaunch.schema import RunSpec
 
 @dataclass(frozen=True)
 class TrainState:
-    """The objects of a training run on one rank: spec, mesh, model, passes, optimizer, data sets."""
+    """The objects of a training run on one rank: spec, mesh, model, optimizer, data sets."""
 
     spec: RunSpec
     mesh: Mesh
     model: ModelParts
-    passes: ForwardBackward
+    forward_backward: ForwardBackward
     optimizer: NamedAdamW
     training: Dataset
     validation: FiniteDataset | None
@@ -171,7 +171,7 @@ class Trainer:
             self._spec,
             self._mesh,
             self._state.model,
-            self._state.passes,
+            self._state.forward_backward,
             self._state.optimizer,
             self._state.training,
         )
@@ -224,9 +224,9 @@ class Trainer:
 
     def _validate_if_due(self) -> None:
         """Validate if due and not yet in the metrics: a resumed run repeats a validation that a stop interrupted."""
-        rows, steps, interval = self._state.validation, self._spec.train.steps, self._spec.train.validation_interval
+        dataset, steps, interval = self._state.validation, self._spec.train.steps, self._spec.train.validation_interval
         due = self.step == steps or (interval > 0 and self.step > 0 and self.step % interval == 0)
-        if not due or rows is None or self._stop_signal is not None or self.step == self._validated_step:
+        if not due or dataset is None or self._stop_signal is not None or self.step == self._validated_step:
             return
 
         def may_go_on(problem: RankError | None) -> bool:
@@ -235,7 +235,9 @@ class Trainer:
             return self._stop_signal is None
 
         self._record.phase("validating", self.step)
-        loss = validation_loss(self._state.passes, rows, self._batch_sampler.micro_batch_size, self._mesh, may_go_on)
+        loss = validation_loss(
+            self._state.forward_backward, dataset, self._batch_sampler.micro_batch_size, self._mesh, may_go_on
+        )
         if loss is not None:
             self._validation, self._validated_step = loss, self.step
             self._record.validation(self.step, loss)
@@ -287,24 +289,25 @@ class ZeroGradientGuard:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._row = limit, 0
+        self._limit, self._consecutive = limit, 0
 
     @property
     def is_exceeded(self) -> bool:
         """True while the count is above 0: a save could replace a checkpoint from before the model stopped learning."""
-        return self._limit > 0 and self._row > 0
+        return self._limit > 0 and self._consecutive > 0
 
     def update(self, step: int, result: StepResult, record: RunLogger) -> None:
         """Count one step. Log an event at the first zero; raise the same RunEnd on every rank at the limit."""
         if result.tokens == 0:
             return
-        self._row = self._row + 1 if result.grad_norm == 0.0 else 0
-        if self._row == 1:
+        self._consecutive = self._consecutive + 1 if result.grad_norm == 0.0 else 0
+        if self._consecutive == 1:
             record.event("zero_gradient", step=step, limit=self._limit)
-        if self._row == self._limit > 0:
+        if self._consecutive == self._limit > 0:
             reason = (
-                f"the gradient norm is exactly 0 since step {step - self._row + 1}, for {self._row} steps in a row: "
+                f"the gradient norm is exactly 0 since step {step - self._consecutive + 1}, for "
+                f"{self._consecutive} steps in a row: "
                 "the model no longer learns, as after a step that was far too large"
             )
-            details = {"loss": result.loss, "grad_norm": 0.0, "zero_gradient_steps": self._row}
+            details = {"loss": result.loss, "grad_norm": 0.0, "zero_gradient_steps": self._consecutive}
             raise RunEnd(ExitCode.NON_FINITE, reason, step, details)

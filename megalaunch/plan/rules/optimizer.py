@@ -165,8 +165,8 @@ def scaled_loss(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("optimizer.whole_matrices", "With muon parameters are not sharded.")
-def whole_matrices(at: RuleContext) -> Iterator[Violation]:
+@rule("optimizer.muon_gathers_params", "With muon parameters are not sharded.")
+def muon_gathers_params(at: RuleContext) -> Iterator[Violation]:
     """It orthogonalises each matrix: with optim_grads_params every update all-gathers all of them once more."""
     p = at.spec.parallel
     if at.spec.optimizer.name == "muon" and p.data_sharding == "optim_grads_params" and (at.dp or 1) > 1:

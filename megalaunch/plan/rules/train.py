@@ -80,8 +80,8 @@ _SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
 _UNSUPPORTED_MODULES = ("norm", "mlp", "activation")
 
 
-@rule("train.compile_whole_backward", "train.compile is off for schedules that split the backward pass.")
-def compile_whole_backward(at: RuleContext) -> Iterator[Violation]:
+@rule("train.compile_split_backward", "train.compile is off for schedules that split the backward pass.")
+def compile_split_backward(at: RuleContext) -> Iterator[Violation]:
     """A compiled layer has one backward function, but these schedules call its halves separately (pytorch#161904)."""
     p = at.spec.parallel
     if at.spec.train.compile and p.pp > 1 and p.schedule in _SPLIT_BACKWARD:
@@ -93,8 +93,8 @@ def compile_whole_backward(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("train.compile_kept_parts", "With train.compile recomputation is full, or of attention only.")
-def compile_kept_parts(at: RuleContext) -> Iterator[Violation]:
+@rule("train.compile_selective_recompute", "With train.compile recomputation is full, or of attention only.")
+def compile_selective_recompute(at: RuleContext) -> Iterator[Violation]:
     """Other modules are recomputed where backward reads them, which no graph supports; the compiler decides there
     itself.
     """

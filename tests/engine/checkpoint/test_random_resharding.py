@@ -60,12 +60,12 @@ class Run:
         else:
             self.model = build_sharded_model(spec, self.mesh)
         self.optimizer = NamedAdamW(self.model, spec.optimizer)
-        self.passes: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
+        self.forward_backward: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)
         self.batches = PrefetchingDataLoader(
             samples, make_batch_sampler(spec.batch.global_batch_size, self.mesh), self.mesh.device
         )
-        self.step = TrainStep(spec, self.mesh, self.model, self.passes, self.optimizer, samples)
+        self.step = TrainStep(spec, self.mesh, self.model, self.forward_backward, self.optimizer, samples)
 
     def steps(self, numbers: range) -> list[float]:
         """Train these steps; their losses."""
@@ -73,7 +73,7 @@ class Run:
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         """Every whole gradient of a step that is not made."""
-        self.passes.train(self.batches.get(number, number), self.spec.batch.global_batch_size * SEQUENCE)
+        self.forward_backward.train(self.batches.get(number, number), self.spec.batch.global_batch_size * SEQUENCE)
         finalize_grads(self.model, self.mesh, self.spec.parallel.sequence_parallel)
         found = {}
         for name, parameter in self.model.named_parameters():

@@ -163,8 +163,8 @@ def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
         scoring = ScoreMod(dropout_seeds=seeds, dropout=0.2)
         return lambda x: x * scoring.dropout_mask(AttentionMask(positions, positions)) / 0.8
 
-    each = [(weights(layer.weights), layer.attended, layer.fed) for layer in layers]
-    calls = iter([drops.embedded, *itertools.chain(*each)])
+    each = [(weights(layer.attention_seeds), layer.attention_output, layer.mlp_output) for layer in layers]
+    calls = iter([drops.embedding, *itertools.chain(*each)])
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, *_, **__: next(calls)(x))
     expected = theirs(TOKENS).logits
     torch.testing.assert_close(ours(TOKENS, seeds_B=streams), expected, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ from oracle import SEQUENCE, RandomSamples
 from tiny_run import tiny_decoder
 
 from megalaunch.data.samples.sample import EodPolicy
-from megalaunch.engine.train.dataloader import microbatch
+from megalaunch.engine.train.dataloader import collate
 from megalaunch.engine.train.loss import IGNORE_INDEX
 
 EOD = 0
@@ -32,7 +32,7 @@ def loss_of(logits, labels):
 
 def test_logits_are_those_of_each_document_alone():
     model = tiny_decoder()
-    batch = microbatch([packed_row()])
+    batch = collate([packed_row()])
     with torch.no_grad():
         packed = model(batch.tokens, batch.positions, documents_BS=batch.documents)[0]
         alone = torch.cat([model(torch.tensor([part]))[0] for part in parts()])
@@ -43,7 +43,7 @@ def test_logits_are_those_of_each_document_alone():
 
 def test_gradients_are_those_of_each_document_alone():
     model = tiny_decoder()
-    batch = microbatch([packed_row()])
+    batch = collate([packed_row()])
     ends = torch.tensor(np.cumsum([len(part) for part in parts()])) - 1
     labels = batch.labels.clone()
     labels[0, ends] = IGNORE_INDEX
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_each_document_alone():
 @pytest.mark.parametrize("rows", [1, 2])
 def test_labels_without_a_loss_leave_the_inputs_alone(rows):
     row = EodPolicy(EOD, eod_mask_loss=True).make_sample(np.array([5, EOD, 6, 7]))
-    batch = microbatch([row] * rows)
+    batch = collate([row] * rows)
     assert batch.tokens.tolist() == [[5, EOD, 6]] * rows
     assert batch.labels.tolist() == [[EOD, IGNORE_INDEX, 7]] * rows
     assert (batch.positions, batch.documents) == (None, None)
@@ -70,6 +70,6 @@ def test_labels_without_a_loss_leave_the_inputs_alone(rows):
 
 def test_rows_with_and_without_documents_share_a_batch():
     plain, packed = RandomSamples()[0], EodPolicy(3, reset_position_ids=True, reset_attention_mask=True)
-    batch = microbatch([plain, packed.make_sample(plain.tokens)])
+    batch = collate([plain, packed.make_sample(plain.tokens)])
     assert batch.positions[0].tolist() == list(range(SEQUENCE))
     assert batch.documents[0].tolist() == [0] * SEQUENCE

@@ -63,8 +63,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 sp": {"tp": 4, "sequence_parallel": True},  # more ranks than key/value heads
     "pp3": {"pp": 3, "schedule": "1f1b"},
     "cp2 ring": {"cp": 2, "cp_comm_type": "p2p"},
-    "cp2 gathered": {"cp": 2, "cp_comm_type": "allgather"},
-    "cp2 exchanged": {"cp": 2, "cp_comm_type": "a2a"},
+    "cp2 allgather": {"cp": 2, "cp_comm_type": "allgather"},
+    "cp2 a2a": {"cp": 2, "cp_comm_type": "a2a"},
 }
 
 
@@ -85,7 +85,7 @@ def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **val
 
 # Each part meets each kind of layout in the quick tests, and two families of most parts every form of each.
 IN_EVERY_LAYOUT = ("gemma", "gpt_oss")
-FURTHER_LAYOUTS = ("tp4 sp", "cp2 gathered", "cp2 exchanged")
+FURTHER_LAYOUTS = ("tp4 sp", "cp2 allgather", "cp2 a2a")
 CASES = [
     pytest.param(name, layout, marks=pytest.mark.slow)
     if name not in IN_EVERY_LAYOUT and layout in FURTHER_LAYOUTS

@@ -55,8 +55,8 @@ def test_a_rank_gets_the_keys_that_its_queries_see_and_no_others(lengths, ranks)
 @pytest.mark.parametrize(("lengths", "ranks"), DEALS)
 def test_what_one_rank_sends_is_what_the_other_finds(lengths, ranks):
     found = partition_documents(lengths, ranks)
-    trades = [make_exchange_plan(found, rank) for rank in range(ranks)]
-    assert [[t.to[other] for t in trades] for other in range(ranks)] == [list(t.found) for t in trades]
+    plans = [make_exchange_plan(found, rank) for rank in range(ranks)]
+    assert [[p.input_splits[other] for p in plans] for other in range(ranks)] == [list(p.output_splits) for p in plans]
 
 
 def groups_of(found: DocumentPartition) -> dict[int, set[int]]:

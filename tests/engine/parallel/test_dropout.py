@@ -25,8 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2 sp": SP,
     "cp2 ring": {"cp": 2, "cp_comm_type": "p2p"},
-    "cp2 gathered": {"cp": 2, "cp_comm_type": "allgather"},
-    "cp2 exchanged": {"cp": 2, "cp_comm_type": "a2a"},
+    "cp2 allgather": {"cp": 2, "cp_comm_type": "allgather"},
+    "cp2 a2a": {"cp": 2, "cp_comm_type": "a2a"},
     "cp4 on two levels, tp2 sp": {
         **SP,
         "cp": 4,
@@ -40,7 +40,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "full": {"recompute__granularity": "full"},
     "parts": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "mlp"]},
 }
-QUICK = ("tp2 sp", "cp2 ring", "cp2 exchanged", "pp2")
+QUICK = ("tp2 sp", "cp2 ring", "cp2 a2a", "pp2")
 
 
 def _spec(layout: dict[str, Any], **values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Head and loss in chunks against one process with whole logits, under every kind of parallelism."""
+"""Head and loss in chunks against one process with full logits, under every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SLOW = ("tp2 sp in a ring", "cp2", "dp2, recomputed", "pp2 interleaved", "pp2 zb
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
-def test_as_one_process_with_whole_logits(name):
+def test_as_one_process_with_full_logits(name):
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2
     base = {"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": layers, "train__loss_chunks": CHUNKS}

@@ -1,4 +1,4 @@
-"""A zero-bubble schedule's two backward passes, for inputs and for weights, do together the work of one."""
+"""A zero-bubble schedule's two backward forward_backward, for inputs and for weights, do together the work of one."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Calls(TorchDispatchMode):
 def _work(spec: RunSpec) -> Counter[str]:
     """Of the second step: in the first, a pipeline finds out its shapes."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    passes = make_forward_backward(spec, mesh, build_sharded_model(spec, mesh))
+    forward_backward = make_forward_backward(spec, mesh, build_sharded_model(spec, mesh))
     batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
     for step in (1, 2):
         calls = Calls()
         with calls:
-            passes.train(batches.get(step, last=2), 8 * SEQUENCE)
+            forward_backward.train(batches.get(step, last=2), 8 * SEQUENCE)
     batches.close()
     return calls.seen
 

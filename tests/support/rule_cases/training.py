@@ -50,7 +50,7 @@ OPTIMIZER = {
         "precision.exp_avg_dtype=bf16 optimizer.name=lion", "precision.exp_avg_dtype=bf16"
     ),
     "optimizer.scaled_loss": Case("optimizer.name=lion", "optimizer.name=sgd", (*TINY, *FP16)),
-    "optimizer.whole_matrices": Case("optimizer.name=muon parallel=zero3", "optimizer.name=muon parallel=zero2"),
+    "optimizer.muon_gathers_params": Case("optimizer.name=muon parallel=zero3", "optimizer.name=muon parallel=zero2"),
     "optimizer.offload_idle": Case(
         "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0"
     ),
@@ -195,12 +195,12 @@ COMPILE = {
         "train.loss_chunks=256",
         (*TINY, "batch.sequence_length=128", "batch.micro_batch_size=2"),
     ),
-    "train.compile_whole_backward": Case(
+    "train.compile_split_backward": Case(
         "parallel.schedule=zbv",
         "parallel.schedule=interleaved",
         (*TINY, "train.compile=true", "parallel=pp2vpp2", "model.num_layers=4", "batch.global_batch_size=4"),
     ),
-    "train.compile_kept_parts": Case(
+    "train.compile_selective_recompute": Case(
         "recompute.modules=[norm]",
         "recompute.modules=[attention]",
         (*TINY, "train.compile=true", "recompute.granularity=selective"),
