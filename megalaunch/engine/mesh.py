@@ -78,6 +78,11 @@ class Mesh:
         )
 
     @property
+    def uses_gloo(self) -> bool:
+        """True if collectives run through gloo, on CPUs: its reduce-scatter is slow, and there are no streams."""
+        return self.device.type == "cpu"
+
+    @property
     def is_loss_rank(self) -> bool:
         """True on the rank (tp 0, last pipeline stage) that contributes its token counts and losses to global sums."""
         return self.tp.rank == 0 and self.pp.rank == self.last_stage_rank

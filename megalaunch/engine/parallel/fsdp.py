@@ -100,7 +100,7 @@ def apply_fsdp(
             # FSDP2 has one `reduce_dtype` for gradient accumulation over microbatches and for the reduction over ranks;
             # with the compute dtype, or a narrower one, it would round after every microbatch.
             set_fsdp_reduce_dtype(unit, reduce)
-        if mesh.device.type == "cpu":
+        if mesh.uses_gloo:
             several = mesh.fsdp_mesh.size() > 1
             scatter = AllToAllReduceScatter() if several else LocalReduceScatter()
             unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # torch's type for it is private
@@ -116,7 +116,7 @@ def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
     """
     in_forward_order = fsdp_modules(model)  # starts with the root, which holds the embedding
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
-    set_fsdp_async_all_gather(model, mesh.device.type == "cpu" or not overlap)
+    set_fsdp_async_all_gather(model, mesh.uses_gloo or not overlap)
     if overlap:
         for unit, following in pairwise(in_forward_order):
             unit.set_modules_to_forward_prefetch([following])
