@@ -32,10 +32,11 @@ def node_commands(
     if max_restarts is not None:
         agent.append(f"--max-restarts={max_restarts}")
     worker = ["-m", worker_module, str(spec_file)]
-    if spec.cluster.nodes == 1:
+    nodes = int(spec.cluster.nodes)
+    if nodes == 1:
         return [[*agent, *worker]]
     first = f"--first-node={_FIRST_NODE}:{RENDEZVOUS_PORT}"
-    return [[*agent, f"--node-rank={node}", first, *worker] for node in range(spec.cluster.nodes)]
+    return [[*agent, f"--node-rank={node}", first, *worker] for node in range(nodes)]
 
 
 def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
+from megalaunch.plan.cluster import found_cluster
 from megalaunch.plan.findings import Finding, as_override, sort_findings
 from megalaunch.plan.resolve import OPEN_VALUES, derive
 from megalaunch.plan.rules.registry import RULES, Fix, Purpose, RuleContext, Violation
 from megalaunch.plan.rules.suggestions import suggestions_disabled
-from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.schema import RunSpec, SpecError, with_values
-from megalaunch.schema.paths import value_at
+from megalaunch.schema.paths import value_at, with_value
 
 MAX_FIXES = 3
 _PROOFS = 12  # candidates verified per finding
+
+_MORE_MACHINES = "launcher.multi_node"  # says how to start a run of several nodes, and is no reason against them
 
 _Key = tuple[str, str]  # rule and path: they identify a finding
 
@@ -59,7 +61,7 @@ def check(
     at = RuleContext(spec, purpose, machine)
     broken = _run_rules(at)
     known = {key for key, item in broken if item.severity != "note"}
-    open_spec = _with_derived_open(spec, origins)
+    open_spec = _with_derived_open(at, origins)
     findings = []
     for (rule_id, path), item in broken:
         fixes = _verified_fixes((rule_id, path), item, replace(at, spec=open_spec), known) if item.fixes else ()
@@ -101,22 +103,28 @@ def _fix_is_valid(fix: Fix, key: _Key, open_at: RuleContext, known: set[_Key]) -
         if any(item.path == path for item in RULES[rule_id].check(at)):  # most invalid candidates are rejected here
             return False
         return all(
-            item.severity == "note" or (entry.id, item.path) in known
+            item.severity == "note" or (entry.id, item.path) in known or entry.id == _MORE_MACHINES
             for entry in RULES.values()
             for item in entry.check(at)
         )
 
 
-def _with_derived_open(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
+def _with_derived_open(at: RuleContext, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
     """Return the spec with its derived values open again, so that a fix changes them too."""
-    candidates: dict[str, Any] = dict(OPEN_VALUES)
-    chip = CHIPS.get(spec.platform.chip)
-    if chip is not None and chip.device == "cpu":
-        candidates["cluster.devices_per_node"] = "auto"
+    spec = _with_open_cluster(at, origins)
     if origins is not None:
-        return with_values(spec, {path: value for path, value in candidates.items() if origins[path].open})
-    for path, value in candidates.items():
+        return with_values(spec, {path: value for path, value in OPEN_VALUES.items() if origins[path].open})
+    for path, value in OPEN_VALUES.items():
         opened = with_values(spec, {path: value})
         if path != "batch.micro_batch_size" and derive(opened)[0] == derive(spec)[0]:
             spec = opened
     return spec
+
+
+def _with_open_cluster(at: RuleContext, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
+    """Open the nodes and devices that were assumed; those that a machine or an allocation has stay."""
+    keys = [key for key in ("cluster.nodes", "cluster.devices_per_node") if origins is None or origins[key].open]
+    opened = with_value(at.spec, dict.fromkeys(keys, "auto"))
+    if at.machine is not None and found_cluster(opened, at.machine):
+        return at.spec
+    return opened if derive(opened)[0].cluster == at.spec.cluster else at.spec

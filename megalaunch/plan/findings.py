@@ -29,6 +29,10 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "The prepared data has tokens for every sample of the run.",
             "Checked when the data is prepared: beyond one epoch samples repeat.",
         ),
+        "data.mock": (
+            "Training data is given.",
+            "Without it a run trains on mock tokens: its speed and memory are real, its loss says nothing.",
+        ),
         "derived": (
             "Open values are derived from the others, each with a note.",
             "A value is open if it is null or auto; the note has the derived value and the reason.",

@@ -61,10 +61,15 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
         ("precision", f"{spec.precision.compute_dtype}, gradients reduced in {spec.precision.grad_reduce_dtype}"),
         ("batch", _batch(spec, topology)),
         ("length", _length(spec, train_tokens)),
-        ("data", str(spec.data.corpus or spec.data.train_prefix or "not given")),
+        ("data", _data(spec)),
         ("run", str(spec.run.directory)),
     ]
     return "\n".join(table_lines(rows))
+
+
+def _data(spec: RunSpec) -> str:
+    data = spec.data
+    return str(data.corpus or data.sft_data or data.train_prefix or ", ".join(data.blend) or "mock tokens")
 
 
 def _model(spec: RunSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +10,15 @@ from types import MappingProxyType
 from typing import Any
 
 from megalaunch.plan.batch import batch_gcd, samples_requested
+from megalaunch.plan.cluster import assumed_clusters, found_cluster
 from megalaunch.plan.findings import Finding
+from megalaunch.plan.memory.fit import memory_share
 from megalaunch.plan.stages import virtual_stages
-from megalaunch.plan.world import (
-    data_parallel_size,
-    exact_quotient,
-    model_parallel_size,
-    smallest_world,
-    world_size,
-)
+from megalaunch.plan.world import data_parallel_size, exact_quotient, world_size
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.detect import Machine
 from megalaunch.schema import RunSpec
+from megalaunch.schema.data import HOW_TO_NAME_DATA, named_sources
 from megalaunch.schema.paths import with_value
 
 OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
@@ -36,7 +34,9 @@ OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
         "batch.micro_batch_size": None,
         "schedule.decay_steps": None,
         "schedule.warmup_steps": None,
+        "schedule.min_lr": None,
         "data.num_samples": None,
+        "data.mock": None,
     }
 )
 """The values that `derive` resolves on any machine, each with its open value."""
@@ -63,17 +63,40 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
     if stored is not None:
         spec = _apply(spec, _keep_open(spec, stored), notes)
     spec = _apply(spec, _machine_values(spec, machine), notes)
+    spec = _apply(spec, found_cluster(spec, machine), notes)
     spec = _apply(spec, _run_names(spec, recipe), notes)
-    spec, derived = derive(spec)
-    return Resolution(spec, (*notes, *derived, *_emulated_dtype(spec, machine)))
+    resolved, derived = derive(spec)
+    return Resolution(resolved, (*notes, *derived, *_mock_warning(spec), *_emulated_dtype(resolved, machine)))
 
 
 def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
-    """Resolve the values that need no machine: dimensions, dp, micro batch and horizons, from the spec alone."""
+    """Resolve the values that need no machine: dimensions, cluster, dp, micro batch and horizons, from the spec alone.
+
+    Of the clusters that may be assumed, the first in whose memory the run fits is taken, else the first.
+    """
     notes: list[Finding] = []
-    for step in (_model_shape, _experts, _pipeline, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
+    for step in (_data_source, _model_shape, _experts, _pipeline):
+        spec = _apply(spec, step(spec), notes)
+    chosen, lowest = None, math.inf
+    for cluster in assumed_clusters(spec):
+        candidate = _derive_on(spec, cluster)
+        share = memory_share(candidate[0]) if cluster else None
+        if chosen is None or (share is not None and share <= 1):
+            chosen = candidate
+        if share is None or share <= 1 or share >= lowest:  # unknown, it fits, or more nodes do not help
+            break
+        lowest = share
+    assert chosen is not None  # there is at least one candidate
+    return chosen[0], [*notes, *chosen[1]]
+
+
+def _derive_on(spec: RunSpec, cluster: Mapping[str, tuple[Any, str]]) -> tuple[RunSpec, list[Finding]]:
+    notes: list[Finding] = []
+    spec = _apply(spec, cluster, notes)
+    for step in (_data_parallel, _micro_batch, _horizons):
         spec = _apply(spec, step(spec), notes)
     spec = _apply(spec, _warmup(spec), notes if spec.schedule.warmup_fraction else [])
+    spec = _apply(spec, _min_lr(spec), notes)
     return _apply(spec, _wsd_decay(spec), notes), notes
 
 
@@ -112,7 +135,7 @@ def _describe(machine: Machine) -> str:
     return f"{machine.devices} x {machine.chip.name}" if machine.devices else "no accelerator (cpu)"
 
 
-def _apply(spec: RunSpec, changes: _Changes, notes: list[Finding]) -> RunSpec:
+def _apply(spec: RunSpec, changes: Mapping[str, tuple[Any, str]], notes: list[Finding]) -> RunSpec:
     if not changes:
         return spec
     for path, (value, why) in changes.items():
@@ -147,9 +170,6 @@ def _machine_values(spec: RunSpec, machine: Machine) -> _Changes:
             changes["precision.compute_dtype"] = ("bf16", f"{facts.name} supports it natively: {facts.native_bf16}")
         else:
             changes["precision.compute_dtype"] = ("fp32", f"{facts.name} has no native bf16")
-    found_here = facts.device != "cpu" and facts.name == machine.chip.name and machine.devices > 0
-    if spec.cluster.devices_per_node == "auto" and found_here:
-        changes["cluster.devices_per_node"] = (machine.devices, "found on this machine")
     return changes
 
 
@@ -170,6 +190,21 @@ def _plain_name(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe.replace("/", "_")
 
 
+def _data_source(spec: RunSpec) -> _Changes:
+    """Select mock tokens if no other source is given."""
+    if spec.data.mock is not None or named_sources(spec.data):
+        return {}
+    return {"data.mock": (True, "no other source of data is given")}
+
+
+def _mock_warning(spec: RunSpec) -> list[Finding]:
+    """Return a warning if a run trains on mock tokens because no data is given."""
+    if spec.data.mock is not None or named_sources(spec.data):
+        return []
+    message = f"no training data is given, so the run trains on mock tokens; name yours: {HOW_TO_NAME_DATA}"
+    return [Finding("data.mock", "warning", "data.corpus", message)]
+
+
 def _model_shape(spec: RunSpec) -> _Changes:
     model, changes = spec.model, _Changes()
     if model.num_query_groups is None:
@@ -180,7 +215,8 @@ def _model_shape(spec: RunSpec) -> _Changes:
     elif model.head_dim is None and model.hidden_size % model.num_attention_heads == 0:
         width = model.hidden_size // model.num_attention_heads
         changes["model.head_dim"] = (width, "hidden_size / num_attention_heads")
-    if model.vocab_size is None and spec.tokenizer.path is None and spec.data.corpus is not None:
+    trains_tokenizer = spec.tokenizer.path is None and (spec.data.corpus is not None or spec.data.mock)
+    if model.vocab_size is None and trains_tokenizer:
         changes["model.vocab_size"] = (spec.tokenizer.vocab_size, "tokenizer.vocab_size")
     if model.embedding_init_std is None:
         changes["model.embedding_init_std"] = (model.init_std, "model.init_std")
@@ -206,21 +242,6 @@ def _pipeline(spec: RunSpec) -> _Changes:
     return {"parallel.schedule": ("1f1b", "one stage per pipeline rank")}
 
 
-def _devices_of_cpu(spec: RunSpec) -> _Changes:
-    """Derive devices_per_node on a CPU: the workers that the layout needs, with dp within cluster.cpu_workers."""
-    facts = CHIPS.get(spec.platform.chip)
-    if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
-        return {}
-    p = spec.parallel
-    smallest = smallest_world(p)
-    if p.dp is None:
-        workers = smallest * max(1, spec.cluster.cpu_workers // smallest)
-        why = f"the largest multiple of the layout's {smallest} ranks within cluster.cpu_workers"
-    else:
-        workers, why = -(-model_parallel_size(p) * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on CPU"
-    return {"cluster.devices_per_node": (workers, why)}
-
-
 def _data_parallel(spec: RunSpec) -> _Changes:
     if spec.parallel.dp is not None:
         return {}
@@ -231,7 +252,7 @@ def _data_parallel(spec: RunSpec) -> _Changes:
 def _micro_batch(spec: RunSpec) -> _Changes:
     if spec.batch.micro_batch_size is not None or spec.parallel.dp is None:
         return {}
-    share = exact_quotient(batch_gcd(spec), spec.parallel.dp)
+    share, limit = exact_quotient(batch_gcd(spec), spec.parallel.dp), spec.batch.max_micro_batch_size
     if share is None:
         return {}
     why = (
@@ -241,6 +262,8 @@ def _micro_batch(spec: RunSpec) -> _Changes:
     )
     if spec.parallel.pp > 1:
         share, why = _for_every_stage(share, spec), f"{why}, with a microbatch for every stage"
+    if limit is not None and share > limit:
+        share, why = next(n for n in range(limit, 0, -1) if share % n == 0), f"{why}, within max_micro_batch_size"
     return {"batch.micro_batch_size": (share, why)}
 
 
@@ -276,7 +299,16 @@ def _warmup(spec: RunSpec) -> _Changes:
     s = spec.schedule
     if s.warmup_steps is not None or s.decay_steps is None:
         return {}
-    return {"schedule.warmup_steps": (round(s.warmup_fraction * s.decay_steps), "warmup_fraction x decay_steps")}
+    steps = min(round(s.warmup_fraction * s.decay_steps), s.decay_steps - 1)
+    return {"schedule.warmup_steps": (steps, "warmup_fraction x decay_steps")}
+
+
+def _min_lr(spec: RunSpec) -> _Changes:
+    """Derive min_lr, to 12 digits: 0.1 x 3e-4 is 3e-5."""
+    if spec.schedule.min_lr is not None or spec.schedule.shape == "constant":
+        return {}
+    lowest = float(f"{spec.schedule.min_lr_fraction * spec.optimizer.lr:.12g}")
+    return {"schedule.min_lr": (lowest, "min_lr_fraction x optimizer.lr")}
 
 
 def _wsd_decay(spec: RunSpec) -> _Changes:
@@ -284,5 +316,6 @@ def _wsd_decay(spec: RunSpec) -> _Changes:
     s = spec.schedule
     if s.shape != "wsd" or s.wsd_decay_steps is not None or s.decay_steps is None:
         return {}
-    steps = round(s.wsd_decay_fraction * s.decay_steps)
+    longest = s.decay_steps - (s.warmup_steps or 0)
+    steps = min(max(1, round(s.wsd_decay_fraction * s.decay_steps)), longest)
     return {"schedule.wsd_decay_steps": (steps, "wsd_decay_fraction x decay_steps")}

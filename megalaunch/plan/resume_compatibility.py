@@ -22,8 +22,10 @@ CHANGEABLE = (
     "run.",
     "recompute.",
     "batch.micro_batch_size",
+    "batch.max_micro_batch_size",
     "optimizer.optimizer_offload_fraction",
     "schedule.warmup_fraction",  # its result, schedule.warmup_steps, is compared
+    "schedule.min_lr_fraction",  # its result, schedule.min_lr, is compared
     "schedule.wsd_decay_fraction",  # its result, schedule.wsd_decay_steps, is compared
     "model.name",
     "data.cache_directory",

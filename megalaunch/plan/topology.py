@@ -106,9 +106,9 @@ class Topology:
     def from_spec(cls, spec: RunSpec) -> Topology:
         """Return the topology of a resolved and checked spec; raises ValueError if a degree does not divide."""
         p, batch = spec.parallel, spec.batch
-        world, per_node = world_size(spec.cluster), spec.cluster.devices_per_node
-        if p.dp is None or batch.micro_batch_size is None or world is None or not isinstance(per_node, int):
-            raise ValueError("the spec is not resolved: dp, micro_batch_size or devices_per_node is open")
+        world = world_size(spec.cluster)
+        if p.dp is None or batch.micro_batch_size is None or world is None:
+            raise ValueError("the spec is not resolved: dp, micro_batch_size, nodes or devices_per_node is open")
         if p.dp != data_parallel_size(world, p):
             raise ValueError(f"dp {p.dp} x pp {p.pp} x cp {p.cp} x tp {p.tp} is not the world of {world}")
         edp, (replicas, shards) = expert_data_parallel_size(world, p), replicas_and_shards(p.dp, p)
@@ -134,8 +134,8 @@ class Topology:
             dp_shard=shards,
             micro_batch_size=batch.micro_batch_size,
             microbatches=microbatches,
-            devices_per_node=per_node,
-            nodes=spec.cluster.nodes,
+            devices_per_node=int(spec.cluster.devices_per_node),
+            nodes=int(spec.cluster.nodes),
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
             hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
             dynamic_context_parallel=p.dynamic_context_parallel and p.cp > 1,

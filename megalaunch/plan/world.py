@@ -22,16 +22,16 @@ def exact_quotient(number: int | None, divisor: int) -> int | None:
 
 
 def world_size(cluster: ClusterSpec) -> int | None:
-    """Return the number of devices, one rank each; None while devices_per_node is open."""
-    per_node = cluster.devices_per_node
-    return cluster.nodes * per_node if isinstance(per_node, int) else None
+    """Return the number of devices, one rank each; None while nodes or devices_per_node is open."""
+    nodes, per_node = cluster.nodes, cluster.devices_per_node
+    return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
 
 
 def resolved_world_size(cluster: ClusterSpec) -> int:
-    """Return the world size of a resolved spec. Raises ValueError while devices_per_node is open."""
+    """Return the world size of a resolved spec. Raises ValueError while it is open."""
     world = world_size(cluster)
     if world is None:
-        raise ValueError("cluster.devices_per_node is not resolved")
+        raise ValueError("cluster.nodes or cluster.devices_per_node is not resolved")
     return world
 
 

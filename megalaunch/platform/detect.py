@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalaunch.platform.accelerators import find_accelerators
+from megalaunch.platform.allocation import Allocation, find_allocation
 from megalaunch.platform.cgroups import free_disk, usable_cores, usable_memory
 from megalaunch.platform.chips import CHIPS, ChipFacts
 
@@ -26,6 +27,7 @@ class Machine:
         memory_bytes: usable memory of the host, within this process's limits.
         notes: sentences for the user.
         free_disk: returns the free bytes on the disk of a path.
+        allocation: the nodes that a scheduler gave to this process; None: no scheduler.
     """
 
     chip: ChipFacts
@@ -34,6 +36,7 @@ class Machine:
     memory_bytes: int
     notes: tuple[str, ...]
     free_disk: Callable[[Path], int | None] = free_disk
+    allocation: Allocation | None = None
 
 
 def detect_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
@@ -44,7 +47,14 @@ def detect_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = N
     environ = os.environ if environ is None else environ
     found = find_accelerators(root, environ)
     chip = found.chip or replace(CHIPS["cpu"], native_bf16=cpu_bf16_unit(root))
-    return Machine(chip, found.devices, usable_cores(root), usable_memory(root), found.notes)
+    return Machine(
+        chip,
+        found.devices,
+        usable_cores(root),
+        usable_memory(root),
+        found.notes,
+        allocation=find_allocation(environ),
+    )
 
 
 def cpu_bf16_unit(root: Path = Path("/")) -> str | None:

@@ -112,7 +112,7 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
         {
             "model": asdict(model),
             "parallel": {**asdict(layout), "dp": dp},
-            "cluster": {"devices_per_node": layout.tp * layout.pp * layout.cp * dp},
+            "cluster": {"nodes": 1, "devices_per_node": layout.tp * layout.pp * layout.cp * dp},
             "precision": {
                 "compute_dtype": stored.precision.compute_dtype,
                 "residual_dtype": stored.precision.residual_dtype,

@@ -162,7 +162,8 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
         refuse(findings_text(changes))
     validation = f", {prepared.validation_tokens:,} for validation" if prepared.validation_tokens else ""
     tokens = "mock tokens" if spec.data.mock else f"{prepared.train_tokens:,} tokens"
-    say(f"data: {tokens}{validation}; vocabulary {prepared.vocab_size:,}")
+    vocabulary = spec.model.vocab_size if spec.data.mock else prepared.vocab_size
+    say(f"data: {tokens}{validation}; vocabulary {vocabulary:,}")
     for finding in check_epochs(spec):
         say(f"{finding.severity}: {finding.message}")
     return spec

@@ -81,7 +81,7 @@ def _write_spec(planned: PreparedRun) -> ExitCode:
 
     create_folders(planned.directory)
     write_spec(planned.spec, planned.directory.spec)
-    if planned.spec.cluster.nodes > 1:
+    if int(planned.spec.cluster.nodes) > 1:
         keep_credentials(planned.directory.rendezvous)
     typer.echo(f"wrote {planned.directory.spec}")
     print_commands(planned)

@@ -18,6 +18,9 @@ class BatchSpec:
         "samples",
         minimum=1,
     )
+    max_micro_batch_size: int | None = setting(
+        None, "Largest micro_batch_size that is derived where it is null; null: no limit.", "samples", minimum=1
+    )
     global_batch_size: int = setting(meaning="Samples per optimizer step, over all data-parallel ranks.", minimum=1)
     rampup_batch_size: str | None = setting(
         None,

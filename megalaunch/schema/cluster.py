@@ -12,10 +12,17 @@ from megalaunch.schema.setting import setting
 class ClusterSpec:
     """Nodes and their devices: world size = nodes * devices_per_node, with one worker per device."""
 
-    nodes: int = setting(1, "Number of nodes (machines).", minimum=1, maximum=100_000)
+    nodes: int | Literal["auto"] = setting(
+        "auto",
+        "Number of nodes (machines); auto: those of the allocation, else this machine, or where neither has the "
+        "run's chip the fewest that hold the layout.",
+        minimum=1,
+        maximum=100_000,
+    )
     devices_per_node: int | Literal["auto"] = setting(
         "auto",
-        "Devices per node; auto: the devices of this machine, or on a CPU as many workers as the layout needs.",
+        "Devices per node; auto: those of the allocation or of this machine, else the chip's usual number; on a CPU as "
+        "many workers as the layout needs.",
         minimum=1,
         maximum=4096,
     )

@@ -9,6 +9,7 @@ from megalaunch.schema.setting import setting
 
 STANDARD_LIBRARY = "python-stdlib"
 OWN_TEMPLATE = "tokenizer"  # of data.chat_template
+HOW_TO_NAME_DATA = "data.corpus=FILE|FOLDER|GLOB for text, data.train_prefix=PREFIX for tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,9 @@ class DataSpec:
         None,
         "Shares of the training prefixes for training, validation and test, `969,30,1`; null: train on all of them.",
     )
-    mock: bool = setting(False, "Train on synthetic tokens below model.vocab_size, for benchmarks without data.")
+    mock: bool | None = setting(
+        None, "Train on synthetic tokens below model.vocab_size; null: if no other source of data is given."
+    )
     reset_position_ids: bool = setting(False, "Restart position ids after each document of a sample.")
     reset_attention_mask: bool = setting(False, "Mask attention between the documents of a sample.")
     eod_mask_loss: bool = setting(False, "Exclude predictions from end-of-document tokens from the loss.")
@@ -73,3 +76,15 @@ class DataSpec:
         minimum=1,
         maximum=10**18,
     )
+
+
+def named_sources(data: DataSpec) -> tuple[str, ...]:
+    """Return the keys of `data` that give a source of training data."""
+    given = {
+        "corpus": data.corpus is not None,
+        "sft_data": data.sft_data is not None,
+        "train_prefix": data.train_prefix is not None,
+        "blend": bool(data.blend),
+        "mock": bool(data.mock),
+    }
+    return tuple(key for key, is_given in given.items() if is_given)

@@ -28,7 +28,12 @@ class ScheduleSpec:
     decay_steps: int | None = setting(
         None, "Step at which the decay reaches min_lr; null: train.steps.", "steps", minimum=1
     )
-    min_lr: float = setting(0.0, "Learning rate at and after decay_steps.", minimum=0)
+    min_lr: float | None = setting(
+        None, "Learning rate at and after decay_steps; null: min_lr_fraction * optimizer.lr.", minimum=0
+    )
+    min_lr_fraction: float = setting(
+        0.0, "Fraction of optimizer.lr at and after decay_steps if min_lr is null.", minimum=0, maximum=1
+    )
     wsd_decay_steps: int | None = setting(
         None, "Steps of the final decay of wsd; null: wsd_decay_fraction * decay_steps.", "steps", minimum=0
     )

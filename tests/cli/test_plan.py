@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 
 PAGE = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-OVERRIDES = ("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", "cluster.devices_per_node=8")
+OVERRIDES = ("recipe=llama3_8b", "parallel=tp4pp4")
 
 run = CliRunner()
 
@@ -85,7 +85,7 @@ def test_what_does_not_divide_has_findings_and_no_plan():
 
 
 def test_an_open_vocabulary_is_asked_for():
-    result = plan("recipe=tiny", "data.corpus=null")
+    result = plan("recipe=tiny", "data.mock=false")
     assert result.exit_code == 2
     assert result.output.rstrip().endswith("is open; give the vocabulary (model.vocab_size=N) or the data")
 

@@ -35,10 +35,10 @@ def test_list_says_size_devices_and_layout(folder):
     lines = {line.split()[0]: " ".join(line.split()) for line in result.stdout.splitlines()}
     assert lines["recipe"] == "recipe parameters devices layout sequence description"
     assert lines["llama3_70b"].startswith("llama3_70b 70.6B 64 h100 tp4 pp4 vpp5 cp2 sp 8192 Llama-3 70B")
-    assert lines["mixtral_8x7b"].startswith("mixtral_8x7b 46.7B, 12.9B active 64 h100 pp4 vpp8 ep8 4096 Mixtral")
+    assert lines["mixtral_8x7b"].startswith("mixtral_8x7b 46.7B, 12.9B active 32 h100 pp4 vpp8 ep8 4096 Mixtral")
     assert lines["deepseek_v3"].startswith("deepseek_v3 671B, 37.6B active 1024 h100 tp2 pp16 ep64 sp uneven stages")
     assert lines["quickstart"].startswith("quickstart 5.05M any 256 A small Llama")
-    assert lines["tiny"].startswith("tiny any 32 A toy Llama")  # its vocabulary is that of text not yet named
+    assert lines["tiny"].startswith("tiny 39.1K any 32 A toy Llama")
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
     assert "from: " in result.stderr
 
@@ -61,7 +61,7 @@ def test_list_as_json(folder):
     rows = {row["name"]: row for row in json.loads(run("list", "--json").stdout)}
     assert rows["llama3_8b"] == {
         "name": "llama3_8b",
-        "summary": "Llama-3 8B pre-training at sequence 8192 on one node of 8 H100.",
+        "summary": "Llama-3 8B pre-training at sequence 8192 on H100.",
         "model": "llama3_8b",
         "parameters": 8_030_261_248,
         "active": None,
@@ -85,7 +85,7 @@ def test_a_recipe_that_does_not_compose_is_listed_with_its_problem(folder):
     lines = {line.split()[0]: " ".join(line.split()) for line in result.stdout.splitlines()}
     assert result.exit_code == 0
     assert lines["wrong"] == "wrong does not compose: unknown key; did you mean 'train.steps'?"
-    assert lines["right"] == "right any 32 A recipe of a test."
+    assert lines["right"] == "right 39.1K any 32 A recipe of a test."
 
 
 def test_show_prints_the_file_or_the_whole_run(folder):

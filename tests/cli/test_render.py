@@ -20,11 +20,18 @@ def test_the_table_of_a_run(tmp_path, monkeypatch):
 
 
 def test_the_table_before_the_vocabulary_is_known():
-    spec, _ = resolved("recipe=tiny")
+    spec, _ = resolved("recipe=tiny", "data.train_prefix=x")
     text = run_table(spec, Topology.from_spec(spec))
     assert "tiny: 2 layers" in text
     assert "vocabulary open until the tokenizer is given" in text
-    assert "not given" in text
+    assert "data       x" in text
+    assert "data       mock tokens" in run_table(*_resolved_run("recipe=tiny"))
+    assert "data       a, b" in run_table(*_resolved_run("recipe=tiny", "data.blend=[a,b]"))
+
+
+def _resolved_run(*words):
+    spec, _ = resolved(*words)
+    return spec, Topology.from_spec(spec)
 
 
 def test_findings_as_text():

@@ -49,8 +49,11 @@ def sweep_arguments(folder, *more):
     ]
 
 
+TWO = "batch.micro_batch_size=2"
+
+
 def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
-    arguments = sweep_arguments(folder, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
+    arguments = sweep_arguments(folder, TWO, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
     result = invoke("--dry-run", *arguments)
     assert result.exit_code == 0, result.output
     assert "6 points: 4 to run, 2 skipped" in result.stdout
@@ -93,14 +96,15 @@ def test_messages_about_a_trials_data_go_through_the_display(folder, monkeypatch
 
 def test_what_is_wrong_at_every_point_is_said_once(folder):
     """A plan without data yet: the points differ in whether they fit, and that is what their lines say."""
-    result = invoke("--dry-run", "recipe=llama3_8b", "batch.micro_batch_size=1,16", "optimizer.lr=1e-4,2e-4")
+    words = ("recipe=llama3_8b", "data.mock=false", "optimizer.lr=1e-4,2e-4")
+    result = invoke("--dry-run", words[0], "batch.micro_batch_size=1,16", *words[1:])
     assert result.exit_code == 2
     lines = result.stdout.splitlines()
     assert sum("data.source" in line for line in lines) == 2  # the sentence, and the count
     assert "  all points: data.source: no training data is given" in result.stdout
     assert lines[0].endswith("no error of its own: only those of all points")
     assert "skipped: memory.fits: a rank needs" in lines[2]
-    refused = invoke("recipe=llama3_8b", "optimizer.lr=1e-4,2e-4")
+    refused = invoke(*words)
     assert refused.exit_code == 2
     assert refused.stderr.count("data.source: no training data is given") == 1
     assert not (folder / "sweeps").exists()
@@ -141,7 +145,7 @@ def test_what_is_asked_wrongly_is_refused(folder, arguments, said):
 
 
 def test_a_sweep_in_which_nothing_can_run_starts_nothing(folder):
-    arguments = sweep_arguments(folder, "batch.global_batch_size=3,7")
+    arguments = sweep_arguments(folder, TWO, "batch.global_batch_size=3,7")
     assert invoke("--dry-run", *arguments).exit_code == 2
     result = invoke(*arguments)
     assert result.exit_code == 2

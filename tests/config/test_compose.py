@@ -55,7 +55,7 @@ def test_where_values_come_from():
     assert (origins["train.steps"].kind, origins["train.steps"].where) == ("command line", "command line")
     assert (origins["parallel.tp"].kind, origins["parallel.tp"].where) == ("group", "parallel=tp4pp4")
     assert origins["optimizer.lr"].kind == "recipe"
-    assert origins["optimizer.lr"].where.endswith("llama3_8b.yaml:18:3")
+    assert origins["optimizer.lr"].where.endswith("llama3_8b.yaml:15:3")
     assert origins["model.num_layers"].where.endswith("conf/model/llama3_8b.yaml:4:1")
     assert origins["model.num_layers"].where.startswith("model=llama3_8b, ")
     assert (origins["parallel.cp"].kind, origins["train.seed"].kind) == ("default", "default")

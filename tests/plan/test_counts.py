@@ -164,7 +164,7 @@ def test_head_dim_apart_from_hidden_over_heads():
 
 
 def test_an_open_shape_has_no_count():
-    spec, _ = resolved("recipe=tiny")  # no data, so no vocabulary
+    spec, _ = resolved("recipe=tiny", "data.mock=false")  # no data, so no vocabulary
     with pytest.raises(ValueError, match="vocab_size is open"):
         count_parameters(spec.model)
     with pytest.raises(ValueError, match="vocab_size is open"):

@@ -8,6 +8,7 @@ from made_specs import AMX_SERVER, H100_NODE, LAPTOP, resolved
 from megalaunch.config.compose import compose
 from megalaunch.plan.check import check
 from megalaunch.plan.resolve import derive, machine_mismatch, resolve
+from megalaunch.platform.allocation import Allocation
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import with_values
 
@@ -129,11 +130,67 @@ def test_bf16_on_a_processor_without_it_is_a_warning():
     assert "precision.compute_dtype" not in notes("recipe=tiny", "precision=bf16", "platform=h100")
 
 
-def test_a_gpu_recipe_on_a_laptop_keeps_its_world_and_an_unsaid_one_stays_open():
-    spec, _ = resolved("recipe=llama3_8b")
-    assert (spec.platform.chip, spec.cluster.devices_per_node, spec.parallel.dp) == ("h100", 8, 4)
-    spec, _ = resolved("recipe=llama3_8b", "cluster.devices_per_node=auto")
-    assert (spec.cluster.devices_per_node, spec.parallel.dp) == ("auto", None)
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "devices", "dp"),
+    [
+        ([], 1, 8, 4),
+        (["parallel=tp4pp4"], 2, 8, 1),
+        (["parallel=tp4pp4dp2"], 4, 8, 2),
+        (["parallel=tp4pp3"], 3, 8, 2),  # both 12 and 8 divide 24
+        (["parallel=tp2dp2"], 1, 4, 2),  # part of a node
+        (["parallel=tp1", "batch.global_batch_size=4"], 1, 4, 4),  # of 8, 4 divide the batch
+        (["parallel=tp4pp4", "platform=gb200"], 4, 4, 1),
+        (["parallel=tp4pp4", "cluster.devices_per_node=2"], 8, 2, 1),
+        (["parallel=tp4pp4", "cluster.nodes=4"], 4, 8, 2),
+    ],
+)
+def test_a_laptop_assumes_the_fewest_nodes_that_hold_the_layout(overrides, nodes, devices, dp):
+    spec, _ = resolved("recipe=llama3_8b", *overrides)
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node, spec.parallel.dp) == (nodes, devices, dp)
+
+
+def test_an_assumption_is_a_note():
+    found = notes("recipe=llama3_8b", "parallel=tp4pp4")
+    assert found["cluster.nodes"].message == "2 (assumed: the fewest nodes of 8 h100 that hold the layout)"
+    assert found["cluster.devices_per_node"].message == "8 (assumed: the usual node of h100; none is seen here)"
+
+
+def test_an_assumption_leaves_room_for_the_states_of_a_large_model():
+    """4 nodes hold tp 4 x pp 8, and their memory holds the sharded states of 12."""
+    found = notes("recipe=gpt3_175b")
+    assert found["cluster.nodes"].message == "12 (assumed: the fewest nodes of 8 h100 in whose memory the run fits)"
+
+
+def test_a_chip_without_a_usual_node_stays_open():
+    spec, _ = resolved("recipe=llama3_8b", "platform=h100_nvl")
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node, spec.parallel.dp) == ("auto", "auto", None)
+
+
+SIXTEEN = replace(H100_NODE, devices=16)
+TWO_OF_EIGHT = Allocation("Slurm job", 2, 8, None, None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "devices", "why"),
+    [
+        (H100_NODE, 1, 8, "this machine"),
+        (SIXTEEN, 1, 16, "this machine"),
+        (replace(H100_NODE, allocation=TWO_OF_EIGHT), 2, 8, "from the Slurm job"),
+        (replace(H100_NODE, allocation=replace(TWO_OF_EIGHT, devices_per_node=None)), 2, 8, "from the Slurm job"),
+        (replace(LAPTOP, allocation=TWO_OF_EIGHT), 2, 8, "from the Slurm job"),  # a login node
+    ],
+)
+def test_devices_come_from_the_machine_or_the_allocation(machine, nodes, devices, why):
+    spec, _ = resolved("recipe=llama3_8b", machine=machine)
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (nodes, devices)
+    assert spec.parallel.dp == nodes * devices // 2
+    assert notes("recipe=llama3_8b", machine=machine)["cluster.nodes"].message == f"{nodes} ({why})"
+
+
+def test_a_given_cluster_is_neither_found_nor_assumed():
+    words = ("recipe=llama3_8b", "cluster.nodes=4", "cluster.devices_per_node=4")
+    spec, _ = resolved(*words, machine=replace(SIXTEEN, allocation=TWO_OF_EIGHT))
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (4, 4)
 
 
 def test_names_and_directories(tmp_path, monkeypatch):
@@ -215,3 +272,31 @@ def test_the_warmup_goes_by_the_horizon():
     """Which is frozen when a run goes on for longer."""
     spec, _ = resolved("recipe=quickstart", "train.steps=600", "schedule.decay_steps=330")
     assert spec.schedule.warmup_steps == 30
+
+
+def test_without_data_a_run_trains_on_mock_tokens_and_warns():
+    spec, _ = resolved("recipe=tiny")
+    assert (spec.data.mock, spec.model.vocab_size) == (True, 320)
+    warning = notes("recipe=tiny")["data.corpus"]
+    assert (warning.rule, warning.severity) == ("data.mock", "warning")
+    assert warning.message == (
+        "no training data is given, so the run trains on mock tokens; name yours: "
+        "data.corpus=FILE|FOLDER|GLOB for text, data.train_prefix=PREFIX for tokens"
+    )
+    assert resolved("recipe=llama3_8b")[0].model.vocab_size == 128256
+    for named in ("data.corpus=x", "data.sft_data=x", "data.train_prefix=x", "data.blend=[x]", "data=mock"):
+        assert "data.corpus" not in notes("recipe=tiny", named)
+    assert resolved("recipe=tiny", "data.train_prefix=x")[0].model.vocab_size is None
+    assert resolved("recipe=tiny", "data.mock=false")[0].data.mock is False
+
+
+@pytest.mark.parametrize(("rate", "lowest"), [("3e-4", 3e-5), ("1e-6", 1e-7), ("0.7", 0.07)])
+def test_the_lowest_rate_follows_the_peak(rate, lowest):
+    assert resolved("recipe=llama3_8b", f"optimizer.lr={rate}")[0].schedule.min_lr == lowest
+    assert resolved("recipe=llama3_8b", "schedule.min_lr=0.0001")[0].schedule.min_lr == 0.0001
+
+
+@pytest.mark.parametrize(("dp", "micro"), [(1, 32), (8, 32), (16, 32), (32, 16), (64, 8), (512, 1)])
+def test_the_derived_micro_batch_is_within_its_limit(dp, micro):
+    spec, _ = resolved("recipe=gpt2_124m", f"parallel.dp={dp}")
+    assert spec.batch.micro_batch_size == micro

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from made_specs import LAPTOP, resolved
+from made_specs import H100_NODE, LAPTOP, resolved
 from rule_cases import H100, TINY
 
 from megalaunch.config.compose import _plain_value
@@ -20,10 +20,10 @@ def findings(*overrides, base=TINY, purpose="validate"):
     return [finding for finding in found if finding.severity != "note"]
 
 
-def test_data_may_be_open_in_a_plan_but_not_in_a_launch():
-    for purpose, severity in (("validate", "warning"), ("train", "error")):
-        (finding,) = findings("data.corpus=null", purpose=purpose)
-        assert (finding.rule, finding.severity) == ("data.source", severity)
+def test_data_may_be_open_unless_mock_tokens_are_refused():
+    assert findings("data.corpus=null", purpose="train") == []
+    (finding,) = findings("data.corpus=null", "data.mock=false")
+    assert (finding.rule, finding.severity, finding.fixes) == ("data.source", "error", ("data.mock=null",))
     (finding,) = findings("data.train_prefix=x", "tokenizer.path=pyproject.toml", purpose="train")[:1]
     assert (finding.rule, finding.severity) == ("data.source", "error")
 
@@ -61,21 +61,52 @@ def test_more_workers_than_the_cores_can_carry():
 
 
 def test_the_world_of_llama3_8b_under_tp4pp4():
-    spec, composition = resolved("recipe=llama3_8b", "parallel=tp4pp4")
+    spec, composition = resolved("recipe=llama3_8b", "parallel=tp4pp4", machine=H100_NODE)
     errors = [f for f in check(spec, composition.origins) if f.severity == "error"]
     assert [f.rule for f in errors] == ["parallel.world"]
     assert errors[0].path == "cluster.nodes"
     assert errors[0].message == "the world has 8 devices (1 x 8); the layout needs 16 (tp 4 x pp 4)"
     assert errors[0].numbers == {"world": 8, "need": 16, "tp": 4, "pp": 4}
-    assert errors[0].fixes[0] == "cluster.nodes=2"
-    assert "llama3_8b.yaml:" in errors[0].origin
-    fixed, composition = resolved("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2")
+    assert errors[0].fixes == ("cluster.nodes=2", "parallel.pp=2", "parallel.tp=2")
+    fixed, composition = resolved("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", machine=H100_NODE)
     assert not has_errors(check(fixed, composition.origins))
+
+
+def test_a_world_error_offers_more_nodes_to_a_run_that_starts_too():
+    """How to start several nodes is a finding of its own, and no reason against them."""
+    spec, composition = resolved("recipe=llama3_8b", "parallel=tp4pp4", machine=H100_NODE)
+    machine = replace(H100_NODE, free_disk=LAPTOP.free_disk)
+    (error,) = [f for f in check(spec, composition.origins, "train", machine) if f.severity == "error"]
+    assert error.fixes[0] == "cluster.nodes=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule_id", "fix"),
+    [
+        ("recipe=llama3_8b parallel=tp4 cluster.nodes=1 cluster.devices_per_node=6", "parallel.world",
+         "cluster.devices_per_node=4"),
+        ("recipe=pythia_160m parallel=dp16 cluster.nodes=1", "parallel.dp_assertion", "cluster.nodes=2"),
+        ("recipe=mixtral_8x7b cluster.nodes=3", "parallel.expert_world", "cluster.nodes=4"),
+        ("recipe=pythia_160m parallel=hsdp3 cluster.nodes=1 batch.global_batch_size=960", "parallel.dp_replicate_by_dp",
+         "cluster.nodes=3"),
+    ],
+)  # fmt: skip
+def test_every_world_error_offers_another_cluster(overrides, rule_id, fix):
+    (found,) = [f for f in findings(base=tuple(overrides.split())) if f.rule == rule_id]
+    assert fix in found.fixes
+
+
+def test_a_fix_of_an_assumed_cluster_assumes_it_again():
+    """On a laptop the nodes follow the layout: 3 nodes hold tp 4 x pp 6, and one holds the fix pp 2."""
+    spec, composition = resolved("recipe=llama3_8b", "parallel=tp4pp6")
+    (error,) = [f for f in check(spec, composition.origins, machine=LAPTOP) if f.severity == "error"]
+    assert (error.rule, spec.cluster.nodes) == ("parallel.layers_by_pp", 3)
+    assert "parallel.pp=2" in error.fixes
 
 
 def test_all_that_is_wrong_comes_at_once():
     overrides = ("parallel=tp3pp7", "batch.sequence_length=9000", "optimizer.beta1=1", "train.exit_at_step=99999")
-    spec, composition = resolved("recipe=llama3_8b", *overrides)
+    spec, composition = resolved("recipe=llama3_8b", "cluster.nodes=1", *overrides)
     errors = [f.rule for f in check(spec, composition.origins) if f.severity == "error"]
     assert errors == [
         "model.positions",
@@ -97,9 +128,10 @@ def test_a_finding_says_where_the_value_comes_from():
 
 def test_a_given_dp_does_not_change_when_a_fix_is_verified():
     """Open, dp follows the fix; asserted, a smaller tp leaves another dp, so it is no fix."""
-    (found,) = findings(*H100, "parallel=tp8", "model.num_query_groups=2")
+    heads = ("model.num_query_groups=2", "batch.micro_batch_size=2")
+    (found,) = findings(*H100, "parallel=tp8", *heads)
     assert found.fixes == ("parallel.tp=4", "parallel.tp=2")  # tp=1 leaves dp 8, too many for the batch
-    (found,) = findings(*H100, "parallel=tp8dp1", "model.num_query_groups=2")
+    (found,) = findings(*H100, "parallel=tp8dp1", *heads)
     assert found.fixes == ()
 
 
@@ -184,7 +216,7 @@ def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
          "parallel.account_for_loss_in_pipeline_split=true parallel.vpp=8"),
         ("recipe=llama3_8b parallel=tp8sp model.ffn_hidden_size=14337", "parallel.ffn_by_tp",
          "model.ffn_hidden_size=14336"),
-        ("recipe=llama3_70b parallel=tp16pp4", "parallel.tp_within_machine",
+        ("recipe=llama3_70b parallel=tp16pp4 cluster.nodes=8", "parallel.tp_within_machine",
          "parallel.tp=8 parallel.sequence_parallel=true"),
     ],
 )  # fmt: skip

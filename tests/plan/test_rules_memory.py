@@ -34,7 +34,7 @@ def test_too_big_is_an_error_with_the_parts_and_fixes_that_fit():
 
 
 def test_what_a_fix_makes_idle_is_taken_back_with_it():
-    spec, composition = resolved("recipe=llama31_405b", "parallel=tp8")
+    spec, composition = resolved("recipe=llama31_405b", "parallel=tp8", "cluster.nodes=128")
     (finding,) = _found(spec, composition.origins)
     assert any("parallel.sequence_parallel=true" in fix for fix in finding.fixes)
     full = [fix for fix in finding.fixes if "recompute.granularity=full" in fix]

@@ -1,5 +1,7 @@
-"""Every recipe that ships is valid by our own checker, at the world it declares."""
+"""Every recipe that ships is valid by our own checker, on the fewest nodes that hold it and on those published."""
 
+import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,6 +15,7 @@ from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.stages import build_stages
 from megalaunch.plan.topology import Topology
+from megalaunch.platform.allocation import Allocation
 from megalaunch.schema.model import Family
 
 RECIPES = sorted(path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
@@ -44,10 +47,24 @@ TABLE = {  # recipe: devices, tp, pp, cp, ep, sequence
 
 @pytest.mark.parametrize(("name", "shape"), TABLE.items())
 def test_the_layouts_of_the_table(name, shape):
-    spec, _ = spec_on(LAPTOP, f"recipe={name}")
+    spec, _ = spec_on(LAPTOP, f"recipe={name}", f"cluster.nodes={shape[0] // 8}")
     p, c = spec.parallel, spec.cluster
     assert (c.nodes * c.devices_per_node, p.tp, p.pp, p.cp, p.ep, spec.batch.sequence_length) == shape
     assert p.sequence_parallel == (p.tp > 1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_does_not_pin_its_cluster(name):
+    origins = composed(f"recipe={name}").origins
+    assert {origins[key].kind for key in origins if key.startswith("cluster.")} == {"default"}
+
+
+PUBLISHED = {name: re.search(r"published on (\d+) nodes", read_summary(PACKAGED / f"{name}.yaml")) for name in RECIPES}
+
+
+@pytest.mark.parametrize(("name", "nodes"), [(name, found[1]) for name, found in PUBLISHED.items() if found])
+def test_a_recipe_is_valid_on_the_nodes_of_its_publication(name, nodes):
+    assert errors(LAPTOP, f"recipe={name}", f"cluster.nodes={nodes}") == []
 
 
 def test_gpt3_runs_on_512_devices_too():
@@ -55,7 +72,7 @@ def test_gpt3_runs_on_512_devices_too():
 
 
 def test_a_layout_that_does_not_fit_llama3_70b_says_all_at_once():
-    spec, composition = spec_on(LAPTOP, "recipe=llama3_70b", "parallel=tp3pp7")
+    spec, composition = spec_on(LAPTOP, "recipe=llama3_70b", "parallel=tp3pp7", "cluster.nodes=8")
     found = [f for f in check(spec, composition.origins) if f.severity == "error"]
     ids = ("world", "layers_by_pp", "ffn_by_tp", "groups_by_tp", "heads_by_tp")
     assert {f.rule for f in found} == {f"parallel.{name}" for name in ids}
@@ -86,15 +103,39 @@ def words_of(name, machine):
 @pytest.mark.parametrize("machine", [LAPTOP, H100_NODE], ids=["laptop", "h100"])
 def test_a_recipe_is_valid_where_it_may_run(name, machine):
     overrides = words_of(name, machine)
+    if machine is H100_NODE:  # in an allocation of as many nodes as the recipe needs
+        nodes = int(spec_on(LAPTOP, f"recipe={name}")[0].cluster.nodes)
+        machine = replace(H100_NODE, allocation=Allocation("Slurm job", nodes, 8, None, None))
     assert errors(machine, *overrides) == []
     assert Topology.from_spec(spec_on(machine, *overrides)[0]).microbatches >= 1
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_warns_of_nothing_but_missing_data(name):
+def test_a_recipe_warns_of_nothing(name):
     spec, composition = spec_on(LAPTOP, f"recipe={name}")
     warnings = [f for f in check(spec, composition.origins) if f.severity == "warning"]
-    assert [f"{f.rule}: {f.message}" for f in warnings if f.rule != "data.source"] == []
+    assert [f"{f.rule}: {f.message}" for f in warnings] == []
+
+
+FOLLOWING = [
+    *((f"train.steps={steps}",) for steps in (1, 2, 3, 10)),
+    ("optimizer.lr=1e-9",),
+    ("optimizer.lr=0.001", "train.steps=7", "schedule=wsd"),
+    ("train.steps=5", "schedule=linear"),
+    ("train.steps=5", "schedule=constant"),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_value_of_a_recipe_stops_a_shorter_run_or_another_rate(name):
+    for overrides in FOLLOWING:
+        assert errors(LAPTOP, f"recipe={name}", *overrides) == [], overrides
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("tiny") or name == "gpt2_124m"])
+@pytest.mark.parametrize("dp", [1, 2, 4, 8])
+def test_the_micro_batch_of_a_recipe_follows_the_layout(name, dp):
+    assert errors(LAPTOP, f"recipe={name}", f"parallel=dp{dp}") == []
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -55,7 +55,7 @@ def tiny_spec(**values: Any) -> RunSpec:
         "batch": {"sequence_length": 8, "global_batch_size": 2},
         "optimizer": {"lr": 1e-3},
         "train": {"steps": 20},
-        "cluster": {"devices_per_node": 2},
+        "cluster": {"nodes": 1, "devices_per_node": 2},
         "launcher": {"hang_timeout": 30.0, "stop_grace_period": 5.0, "restart_backoff": 0.1},
         "run": {"name": "fake"},
     }

@@ -53,7 +53,7 @@ def small_spec(**values: object) -> RunSpec:
         "parallel": {"dp": 1},
         "precision": {"compute_dtype": "fp32"},
         "platform": {"chip": "cpu"},
-        "cluster": {"devices_per_node": 1},
+        "cluster": {"nodes": 1, "devices_per_node": 1},
         "optimizer": {"lr": 1e-3, "epsilon": 1e-5, "clip_grad": 0.5},
         "schedule": {"shape": "constant", "warmup_steps": WARMUP, "decay_steps": STEPS},
         "batch": {"sequence_length": SEQUENCE, "micro_batch_size": 2, "global_batch_size": 8},

@@ -59,7 +59,7 @@ def validated(result: SearchResult, origins: Mapping[str, HasOrigin], count: int
 
 
 def layout_text(spec: RunSpec) -> list[str]:
-    """Return the overrides of a layout: `parallel=NAME`, and overrides of all that the name does not cover."""
+    """Return the overrides of a layout: `parallel=NAME`, what the name does not cover, and the nodes."""
     from dataclasses import fields
 
     from megalaunch.config.keys import schema_defaults
@@ -88,7 +88,8 @@ def layout_text(spec: RunSpec) -> list[str]:
         overrides += [f"recompute.method={recompute.method}", f"recompute.num_layers={recompute.num_layers}"]
     if recompute.cpu_offloading_num_layers:
         overrides.append(f"recompute.cpu_offloading_num_layers={recompute.cpu_offloading_num_layers}")
-    return overrides
+    cluster = spec.cluster
+    return [*overrides, f"cluster.nodes={cluster.nodes}", f"cluster.devices_per_node={cluster.devices_per_node}"]
 
 
 def search_text(result: SearchResult, best: Sequence[Found]) -> str:
@@ -118,7 +119,7 @@ def _table(result: SearchResult, best: Sequence[Found]) -> list[str]:
 
 def _near_memory_limit(result: SearchResult, found: Found) -> bool:
     """Return whether libraries and fragmentation may exceed the remaining memory; the checker warns of it too."""
-    from megalaunch.plan.rules.memory import TIGHT
+    from megalaunch.plan.memory.fit import TIGHT
 
     return found.memory.total > TIGHT * result.device_bytes
 

@@ -13,7 +13,7 @@ from megalaunch.config.recipes import read_summary
 from megalaunch.format.numbers import format_short_count
 from megalaunch.format.table import table_lines
 from megalaunch.plan.parameters import count_parameters
-from megalaunch.plan.resolve import resolve
+from megalaunch.plan.resolve import derive, resolve
 from megalaunch.plan.resume_compatibility import differences
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.world import world_size
@@ -60,6 +60,7 @@ def _row(name: str, summary: str, machine: Machine, composer: Composer) -> Recip
     except ConfigError as error:
         return RecipeRow(name, summary, problem=error.problems[0].message)
     written, spec = composition.spec, resolve(composition.spec, machine, name).spec
+    fewest = None if written.platform.chip == "auto" else world_size(derive(written)[0].cluster)
     count = count_parameters(spec.model) if spec.model.vocab_size is not None else None
     return RecipeRow(
         name,
@@ -67,7 +68,7 @@ def _row(name: str, summary: str, machine: Machine, composer: Composer) -> Recip
         model=spec.model.name,
         parameters=count.decoder if count else None,
         active=count.active if count and spec.model.moe.num_experts is not None else None,
-        devices=world_size(written.cluster),  # None for auto: the recipe runs on the devices of any machine
+        devices=fewest,  # None: the recipe runs on the devices of any machine
         chip=None if written.platform.chip == "auto" else written.platform.chip,
         layout=" ".join(layout_text(written.parallel)),
         sequence_length=spec.batch.sequence_length,

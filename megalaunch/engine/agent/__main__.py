@@ -114,7 +114,7 @@ class _NodeAgent:
         # All nodes have the same number of workers, so ranks follow from node ranks, without the store.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        node, nodes = self._node, self._spec.cluster.nodes
+        node, nodes = self._node, int(self._spec.cluster.nodes)
         timeout = datetime.timedelta(seconds=STORE_SECONDS)
         if nodes == 1:
             listen_only_on(interface_of(LOOPBACK))

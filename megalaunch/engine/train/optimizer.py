@@ -87,7 +87,7 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
     Raises:
         ValueError: `schedule.decay_steps` is null.
     """
-    horizon, warmup, floor = schedule.decay_steps, schedule.warmup_steps or 0, schedule.min_lr
+    horizon, warmup, floor = schedule.decay_steps, schedule.warmup_steps or 0, schedule.min_lr or 0.0
     if horizon is None:
         raise ValueError("schedule.decay_steps is still null: the launcher resolves it before workers start")
     if warmup > 0 and step <= warmup:

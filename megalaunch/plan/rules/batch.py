@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from megalaunch.plan.batch import RampError, RampStage, batch_gcd, format_rampup, get_rampup, steps_per_stage
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
-from megalaunch.plan.rules.suggestions import multiples, nearest
+from megalaunch.plan.rules.suggestions import multiples, nearest, other_clusters
 
 
 @rule("batch.global_by_dp", "global_batch_size is divisible by micro_batch_size x dp.")
@@ -31,6 +31,7 @@ def global_by_dp(at: RuleContext) -> Iterator[Violation]:
         (
             *fixes,
             *multiples("batch.global_batch_size", global_batch, step),
+            *other_clusters(at),
             *nearest("parallel.dp", dp, lambda n: global_batch % (n * (micro or 1)) == 0),
         ),
     )

@@ -9,25 +9,8 @@ from typing import Any
 from megalaunch.plan.findings import as_override
 from megalaunch.plan.rules.no_effect import defaults
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
-from megalaunch.schema.data import DataSpec
+from megalaunch.schema.data import HOW_TO_NAME_DATA, DataSpec, named_sources
 from megalaunch.schema.remote import is_hub_name
-
-_SOURCES = {
-    "corpus": "data.corpus=FILE|FOLDER|GLOB for text",
-    "train_prefix": "data.train_prefix=PREFIX for tokens",
-}
-
-
-def sources(data: DataSpec) -> tuple[str, ...]:
-    """Return the keys of `data` that give a source of training data."""
-    given = {
-        "corpus": data.corpus is not None,
-        "sft_data": data.sft_data is not None,
-        "train_prefix": data.train_prefix is not None,
-        "blend": bool(data.blend),
-        "mock": data.mock,
-    }
-    return tuple(key for key, is_given in given.items() if is_given)
 
 
 def _absent(keys: Iterable[str]) -> dict[str, Any]:
@@ -39,14 +22,14 @@ def _absent(keys: Iterable[str]) -> dict[str, Any]:
     "There is one source of training data: a corpus, conversations, prepared tokens, a blend or mock data.",
 )
 def source(at: RuleContext) -> Iterator[Violation]:
-    """Without a source the run cannot start; two sources contradict each other."""
+    """Without a source a run trains on mock tokens, unless they are refused; two sources contradict each other."""
     data = at.spec.data
-    given = sources(data)
+    given = named_sources(data)
     if not given:
         yield Violation(
-            "data.corpus",
-            f"no training data is given: {', or '.join(_SOURCES.values())}",
-            severity=at.pre_launch_severity,
+            "data.mock",
+            f"no training data is given, and data.mock=false refuses mock tokens: {HOW_TO_NAME_DATA}",
+            fixes=({"data.mock": None},),
         )
     elif len(given) > 1:
         # One fix per source: remove all others, and with prepared tokens their validation prefix.
@@ -88,17 +71,6 @@ def validation_twice(at: RuleContext) -> Iterator[Violation]:
             f"data.{named[-1]}",
             f"validation data is given more than once: {' and '.join(f'data.{key}' for key in named)}",
             fixes=tuple(_absent([key for key in named if key != only]) for only in named),
-        )
-
-
-@rule("data.mock_vocab", "model.vocab_size is given for mock data.")
-def mock_vocab(at: RuleContext) -> Iterator[Violation]:
-    """Mock data has no tokenizer that would determine it."""
-    if at.spec.data.mock and at.spec.model.vocab_size is None:
-        yield Violation(
-            "model.vocab_size",
-            "data.mock needs model.vocab_size: there is no tokenizer that determines it",
-            fixes=({"model.vocab_size": 32768},),
         )
 
 

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.data import blend_entry, sources
+from megalaunch.plan.rules.data import blend_entry
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.schema.data import named_sources
 
 _SPLIT = re.compile(r"\s*\d{1,18}(\.\d{1,18})?\s*")
 
@@ -132,7 +133,7 @@ register_inert(
         "A corpus is split by documents (data.validation_every); mock data is not split.",
         ("data.split",),
         "data.train_prefix",
-        lambda spec: not {"corpus", "sft_data", "mock"} & set(sources(spec.data)),
+        lambda spec: not {"corpus", "sft_data", "mock"} & set(named_sources(spec.data)),
         "it splits prepared tokens (data.train_prefix, data.blend)",
     )
 )
@@ -143,7 +144,7 @@ register_inert(
         "Conversations and mock data have validation data of their own kind.",
         ("data.validation_blend",),
         "data.train_prefix",
-        lambda spec: not {"sft_data", "mock"} & set(sources(spec.data)),
+        lambda spec: not {"sft_data", "mock"} & set(named_sources(spec.data)),
         "conversations and mock data have validation data of their own kind",
     )
 )

@@ -35,7 +35,7 @@ def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
 def multi_node(at: RuleContext) -> Iterator[Violation]:
     """The local launcher starts the workers of this machine only."""
     nodes = at.spec.cluster.nodes
-    if at.spec.launcher.name == "local" and nodes > 1:
+    if at.spec.launcher.name == "local" and isinstance(nodes, int) and nodes > 1:
         yield Violation(
             "cluster.nodes",
             f"launcher=local starts workers on one node, but the run has {nodes}: "
@@ -102,14 +102,15 @@ def chip(at: RuleContext) -> Iterator[Violation]:
 
 @rule("cluster.devices", "cluster.devices_per_node is known.")
 def devices(at: RuleContext) -> Iterator[Violation]:
-    """`auto` counts the devices of this machine, which says nothing about another chip."""
+    """`auto` counts the devices of this machine or of the allocation, else it is the usual number of the chip."""
     cluster, name = at.spec.cluster, at.spec.platform.chip
     if cluster.devices_per_node == "auto" and name in CHIPS:
         need = at.model_parallel_size * (at.spec.parallel.dp or 1)
-        per_node = max(1, -(-need // cluster.nodes))
+        per_node = -(-need // cluster.nodes) if isinstance(cluster.nodes, int) else need
         yield Violation(
             "cluster.devices_per_node",
-            f"auto counts the devices of this machine, which has no {name}: give the devices per node",
+            f"auto counts the devices of this machine, which has no {name}, and {name} has no usual number: "
+            "give the devices per node",
             {"need": need},
             ({"cluster.devices_per_node": 8}, {"cluster.devices_per_node": per_node}),
         )

@@ -8,15 +8,13 @@ from typing import Any
 
 from megalaunch.plan.findings import Severity
 from megalaunch.plan.memory import Memory, predict_memory
+from megalaunch.plan.memory.fit import MANY_STAGES, TIGHT
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import suggestions_enabled
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec, SpecError, with_values
 
-TIGHT = 0.95
-"""Fraction of device memory above which a run may still fail: the model excludes libraries and fragmentation."""
-_MANY_STAGES = 1024
 _CANDIDATES = 12
 _CHUNK = 1024
 """Tokens per chunk that a fix proposes: enough for the head's matmul to run at full speed."""
@@ -59,7 +57,7 @@ def _rounded(memory: Memory) -> dict[str, int]:
 
 def peak_memory(at: RuleContext) -> Memory | None:
     """Return the memory of the device that needs most; None if another rule reports why it is unknown."""
-    if at.spec.parallel.pp * at.chunks > _MANY_STAGES or at.stage_violations or at.microbatches is None:
+    if at.spec.parallel.pp * at.chunks > MANY_STAGES or at.stage_violations or at.microbatches is None:
         return None
     return _predict(at.spec)
 

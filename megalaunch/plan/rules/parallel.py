@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
-from megalaunch.plan.rules.suggestions import nearest
+from megalaunch.plan.rules.suggestions import nearest, other_clusters
 from megalaunch.plan.world import expert_model_parallel_size
 
 
@@ -28,19 +28,8 @@ def world(at: RuleContext) -> Iterator[Violation]:
         "cluster.nodes",
         f"the world has {at.world} devices ({cluster.nodes} x {cluster.devices_per_node}); the layout {lacks} ({need})",
         {"world": at.world, "need": at.model_parallel_size, **degrees},
-        (*_larger_worlds(at), *_smaller_layouts(at), *_other_layouts(at)),
+        (*other_clusters(at), *_smaller_layouts(at), *_other_layouts(at)),
     )
-
-
-def _larger_worlds(at: RuleContext) -> Iterator[Fix]:
-    per_node, nodes = at.spec.cluster.devices_per_node, at.spec.cluster.nodes
-    if not isinstance(per_node, int):
-        return
-    need = at.model_parallel_size * (at.spec.parallel.dp or 1)
-    enough = need // math.gcd(need, per_node)  # the fewest nodes that are divisible
-    yield {"cluster.nodes": -(-nodes // enough) * enough}
-    if nodes > enough:
-        yield {"cluster.nodes": nodes // enough * enough}
 
 
 def _smaller_layouts(at: RuleContext) -> Iterator[Fix]:
@@ -80,12 +69,13 @@ def dp_assertion(at: RuleContext) -> Iterator[Violation]:
         or asserted * at.model_parallel_size == at.world
     ):
         return
-    actual, per_node = at.world // at.model_parallel_size, at.spec.cluster.devices_per_node
+    actual, asked = at.world // at.model_parallel_size, asserted * at.model_parallel_size
+    nodes, per_node = int(at.spec.cluster.nodes), int(at.spec.cluster.devices_per_node)
     fixes: list[Fix] = [{"parallel.dp": actual}]
-    if isinstance(per_node, int) and (asserted * at.model_parallel_size) % per_node == 0:
-        fixes.append({"cluster.nodes": asserted * at.model_parallel_size // per_node})
-    if (asserted * at.model_parallel_size) % at.spec.cluster.nodes == 0:
-        fixes.append({"cluster.devices_per_node": asserted * at.model_parallel_size // at.spec.cluster.nodes})
+    if asked % per_node == 0:
+        fixes.append({"cluster.nodes": asked // per_node})
+    if asked % nodes == 0:
+        fixes.append({"cluster.devices_per_node": asked // nodes})
     yield Violation(
         "parallel.dp",
         f"dp {asserted} is given, but a world of {at.world} devices has dp {actual} "
@@ -136,7 +126,8 @@ def expert_world(at: RuleContext) -> Iterator[Violation]:
         f"of pp {p.pp} x ep {p.ep} x etp {p.etp or 1} = {need}",
         {"world": at.world, "need": need},
         (
-            *nearest("parallel.ep", p.ep, lambda n: at.world is not None and at.world % (need // p.ep * n) == 0),
+            *nearest("parallel.ep", p.ep, lambda n: at.world is not None and at.world % (need // p.ep * n) == 0, 2),
+            *other_clusters(at),
             {"parallel.ep": 1, "parallel.etp": 1},
         ),
     )
@@ -151,7 +142,7 @@ def dp_replicate_by_dp(at: RuleContext) -> Iterator[Violation]:
             "parallel.dp_replicate",
             f"dp {dp} is not divisible by dp_replicate {replicas}",
             {"dp": dp, "dp_replicate": replicas},
-            (*nearest("parallel.dp_replicate", replicas, lambda n: dp % n == 0),),
+            (*nearest("parallel.dp_replicate", replicas, lambda n: dp % n == 0, 2), *other_clusters(at)),
         )
 
 

@@ -41,7 +41,7 @@ def warmup_twice(at: RuleContext) -> Iterator[Violation]:
 def min_lr(at: RuleContext) -> Iterator[Violation]:
     """A minimum above the peak is a mistake."""
     lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.lr
-    if lowest > peak:
+    if lowest is not None and lowest > peak:
         yield Violation(
             "schedule.min_lr",
             f"min_lr {lowest:g} is above optimizer.lr {peak:g}",
@@ -84,7 +84,7 @@ def warmup_init(at: RuleContext) -> Iterator[Violation]:
 def embedding_floor(at: RuleContext) -> Iterator[Violation]:
     """The minimum applies to every parameter group."""
     lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.embedding_lr
-    if peak is not None and lowest > peak:
+    if peak is not None and lowest is not None and lowest > peak:
         yield Violation(
             "optimizer.embedding_lr",
             f"embedding_lr {peak:g} is below min_lr {lowest:g}",
@@ -97,7 +97,7 @@ def embedding_floor(at: RuleContext) -> Iterator[Violation]:
 def rate_zero(at: RuleContext) -> Iterator[Violation]:
     """Steps after decay_steps have min_lr: if it is 0 they cost time and learn nothing."""
     s, steps = at.spec.schedule, at.spec.train.steps
-    if s.shape == "constant" or s.decay_steps is None or s.min_lr > 0 or steps <= s.decay_steps + 1:
+    if s.shape == "constant" or s.decay_steps is None or s.min_lr or steps <= s.decay_steps + 1:
         return
     yield Violation(
         "schedule.decay_steps",
@@ -140,7 +140,7 @@ register_inert(
         "schedule.constant_floor",
         "min_lr is set only for a decaying shape.",
         "A constant learning rate never reaches it.",
-        ("schedule.min_lr",),
+        ("schedule.min_lr", "schedule.min_lr_fraction"),
         "schedule.shape",
         lambda spec: spec.schedule.shape != "constant",
         "the learning rate is constant (schedule.shape)",

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from megalaunch.plan.rules.registry import Fix
+from megalaunch.plan.batch import batch_gcd
+from megalaunch.plan.rules.registry import Fix, RuleContext
+from megalaunch.plan.world import smallest_world
 
 _SPAN = 1024  # the largest distance searched
 _wanted: ContextVar[bool] = ContextVar("fixes are wanted", default=True)
@@ -47,3 +49,19 @@ def multiples(key: str, value: int, step: int) -> Iterator[Fix]:
     if below >= 1:
         yield {key: below}
     yield {key: below + step}
+
+
+def other_clusters(at: RuleContext) -> Iterator[Fix]:
+    """Yield fixes of more or fewer nodes, then of fewer devices per node, that hold the layout and divide the batch."""
+    nodes, per_node = at.spec.cluster.nodes, at.spec.cluster.devices_per_node
+    if not (_wanted.get() and isinstance(nodes, int) and isinstance(per_node, int)):
+        return
+    unit, samples = smallest_world(at.spec.parallel), batch_gcd(at.spec)
+
+    def legal(world: int) -> bool:
+        return world % unit == 0 and samples % (world // at.model_parallel_size) == 0
+
+    yield from nearest("cluster.nodes", nodes, lambda n: legal(n * per_node), 1)
+    fewer = next((n for n in range(per_node - 1, 0, -1) if legal(nodes * n)), None)
+    if fewer is not None:
+        yield {"cluster.devices_per_node": fewer}

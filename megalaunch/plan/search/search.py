@@ -11,7 +11,7 @@ from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.search.filter import first_violated_batch_rule, first_violated_rule
 from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
-from megalaunch.plan.world import data_parallel_size
+from megalaunch.plan.world import data_parallel_size, resolved_world_size
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 
@@ -86,7 +86,7 @@ def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int
     """
     spec = _on(spec, devices)
     per_node = int(spec.cluster.devices_per_node)
-    world = spec.cluster.nodes * per_node
+    world = resolved_world_size(spec.cluster)
     limit = _device_bytes(spec)
     dropped: Counter[str] = Counter()
     ranked: list[Found] = []
@@ -117,7 +117,8 @@ def _on(spec: RunSpec, devices: int | None) -> RunSpec:
         if known is None and devices is None:
             raise SearchError("the number of devices is open; give cluster.devices_per_node or --devices")
         per_node = known or devices or 1
-    world = devices or spec.cluster.nodes * per_node
+    nodes = spec.cluster.nodes
+    world = devices or per_node * (nodes if isinstance(nodes, int) else 1)
     per_node = min(per_node, world)
     if world % per_node:
         raise SearchError(f"{world} devices are not divisible into nodes of {per_node}")

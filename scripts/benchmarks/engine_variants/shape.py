@@ -47,7 +47,7 @@ class Work:
                 "parallel": {"dp": 1, **parallel},
                 "precision": {"compute_dtype": self.precision},
                 "platform": {"chip": "cpu"},
-                "cluster": {"devices_per_node": ranks},
+                "cluster": {"nodes": 1, "devices_per_node": ranks},
                 "optimizer": {
                     "lr": RATE,
                     "beta1": BETAS[0],

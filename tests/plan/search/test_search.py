@@ -28,7 +28,7 @@ from megalaunch.platform.chips import CHIPS
 BF16 = ("precision.grad_reduce_dtype=bf16", "precision.grad_dtype=bf16")
 MEASURED = {
     "8b": ("recipe=llama3_8b", "parallel=cp2", "batch.global_batch_size=128", *BF16),
-    "70b": ("recipe=llama3_70b", "parallel=tp4pp4cp2vpp5sp", "batch.global_batch_size=128", *BF16),
+    "70b": ("recipe=llama3_70b", "parallel=tp4pp4cp2vpp5sp", "cluster.nodes=8", "batch.global_batch_size=128", *BF16),
     "405b": (
         "recipe=llama31_405b",
         "parallel=tp8pp8cp2vpp8sp",
@@ -38,15 +38,16 @@ MEASURED = {
         "batch.global_batch_size=256",
         *BF16,
     ),
-    "175b": ("recipe=gpt3_175b", "parallel=tp4pp8vpp12sp", "batch.global_batch_size=256", *BF16),
+    "175b": ("recipe=gpt3_175b", "parallel=tp4pp8vpp12sp", "cluster.nodes=16", "batch.global_batch_size=256", *BF16),
 }
-TABLE = ("llama3_8b", "llama3_70b", "gpt3_175b", "mixtral_8x7b")
+TABLE = {"llama3_8b": 1, "llama3_70b": 8, "gpt3_175b": 16, "mixtral_8x7b": 8}
+"""Recipes, and the nodes of their published runs."""
 
 
 @cache
 def found_for(recipe: str) -> tuple[SearchResult, Composition]:
     """Of a recipe as it is; several tests look at the same search."""
-    spec, composition = resolved(f"recipe={recipe}")
+    spec, composition = resolved(f"recipe={recipe}", f"cluster.nodes={TABLE[recipe]}")
     return search(spec), composition
 
 
@@ -76,7 +77,7 @@ def test_other_measured_layouts_rank_in_the_top_tenth_too(run):
 
 
 def test_the_largest_search_takes_seconds():
-    spec, _ = resolved("recipe=llama31_405b")
+    spec, _ = resolved("recipe=llama31_405b", "cluster.nodes=128")
     started = time.process_time()  # the machine may be busy with other tests
     result = search(spec)
     assert time.process_time() - started < 10
@@ -104,7 +105,8 @@ def _layouts(spec, count):
 @pytest.mark.parametrize("recipe", ["llama31_405b", "mixtral_8x22b", "deepseek_v3", "gpt3_175b"])
 def test_the_filter_agrees_with_the_checker(recipe):
     """On random layouts the filter's rules find the same violations as the checker."""
-    spec, _ = resolved(f"recipe={recipe}")
+    nodes = {"llama31_405b": 128, "mixtral_8x22b": 32, "deepseek_v3": 128, "gpt3_175b": 16}[recipe]
+    spec, _ = resolved(f"recipe={recipe}", f"cluster.nodes={nodes}")
     before = {finding.rule for finding in check(spec) if finding.severity == "error"} | {TOO_BIG}
     agreed = {True: 0, False: 0}
     for layout in _layouts(spec, 60):
@@ -202,6 +204,6 @@ def test_what_is_printed_names_the_place_of_the_runs_own_layout():
 
 
 def test_a_run_whose_layout_is_wrong_is_still_searched():
-    composition = compose(["recipe=llama3_8b", "parallel=tp3pp7"])
+    composition = compose(["recipe=llama3_8b", "parallel=tp3pp7", "cluster.nodes=1"])
     spec = resolve(composition.spec, LAPTOP, "llama3_8b").spec
     assert search(spec).ranked

@@ -19,7 +19,7 @@ CASES = {
     "schedule.wsd": Case("schedule=wsd schedule.wsd_decay_steps=17", "schedule=wsd schedule.wsd_decay_steps=16"),
     "optimizer.betas": Case("optimizer.beta2=1.0", "optimizer.beta2=0.999"),
     "train.exit_at_step": Case("train.exit_at_step=21", "train.exit_at_step=20"),
-    "data.source": Case("data.corpus=null", "data.corpus=y", purpose="train"),
+    "data.source": Case("data.corpus=null data.mock=false", "data.corpus=null", purpose="train"),
     "data.validation_source": Case("data.validation_prefix=PREFIX", "data.validation_prefix=null"),
     "data.tokens_exist": Case(
         "data.corpus=null data.train_prefix=none/at/all tokenizer.path=TOKENIZER", f"{TOKENS} tokenizer.path=TOKENIZER"
@@ -27,7 +27,7 @@ CASES = {
     "tokenizer.path": Case("tokenizer.path=none/at/all.json", "tokenizer.path=TOKENIZER"),
     "tokenizer.of_tokens": Case(TOKENS, f"{TOKENS} tokenizer.path=TOKENIZER"),
     "platform.chip": Case("platform.chip=h1000", "platform.chip=h100 cluster.devices_per_node=1"),
-    "cluster.devices": Case("platform=h100", "platform=h100 cluster.devices_per_node=2"),
+    "cluster.devices": Case("platform=h100_nvl", "platform=h100_nvl cluster.devices_per_node=2"),
     "cluster.cores": Case("parallel=dp9 batch.global_batch_size=36", "parallel=dp8 batch.global_batch_size=32"),
     "run.local_paths": Case("data.corpus=https://a.example/b.txt", "data.corpus=https:/a.example/b.txt"),
     "run.name": Case("run.name=a/b", "run.name=a-b_c.1"),

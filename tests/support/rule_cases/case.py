@@ -15,7 +15,7 @@ from megalaunch.plan.rules.registry import Purpose
 from megalaunch.platform.detect import Machine
 
 TINY = ("recipe=tiny", "data.corpus=x")
-H100 = ("platform=h100", "cluster.devices_per_node=8")
+H100 = ("platform=h100", "cluster.nodes=1", "cluster.devices_per_node=8")
 _COMPOSER = Composer()  # many cases share a recipe, which is read and merged once
 
 

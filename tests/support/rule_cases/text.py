@@ -10,7 +10,6 @@ CASES = {
         "data.validation_prefix=PREFIX",
         (*PREPARED, "data.train_prefix=PREFIX"),
     ),
-    "data.mock_vocab": Case("model.vocab_size=null", "model.vocab_size=320", MOCK),
     "data.stored_ids": Case(
         "model.vocab_size=65537", "model.vocab_size=65536", (*PREPARED, "data.train_prefix=SIXTEEN_BITS")
     ),

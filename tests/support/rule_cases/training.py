@@ -17,7 +17,8 @@ BATCH = {
     "batch.rampup_sizes": Case("batch.rampup_batch_size=0:8,1K:4,2K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
     "batch.rampup_end": Case("batch.rampup_batch_size=0:4", "batch.rampup_batch_size=0:4,1K:8"),
     "batch.rampup_by_dp": Case(
-        "batch.rampup_batch_size=0:2,1K:8", "batch.rampup_batch_size=0:2,1K:8 batch.micro_batch_size=1"
+        "batch.rampup_batch_size=0:2,1K:8 batch.micro_batch_size=2",
+        "batch.rampup_batch_size=0:2,1K:8 batch.micro_batch_size=1",
     ),
     "batch.rampup_used": Case("batch.rampup_batch_size=0:4,1M:8", "batch.rampup_batch_size=0:4,2K:8"),
 }
@@ -31,7 +32,7 @@ SCHEDULE = {
         "schedule.warmup_init_lr=0.001 schedule.warmup_steps=0", "schedule.warmup_init_lr=0.001"
     ),
     "schedule.wsd_idle": Case("schedule.wsd_decay_steps=5", "schedule=wsd schedule.wsd_decay_steps=5"),
-    "schedule.constant_floor": Case("schedule=constant", "schedule=constant schedule.min_lr=0"),
+    "schedule.constant_floor": Case("schedule=constant", "schedule=constant schedule.min_lr_fraction=0"),
 }
 OPTIMIZER = {
     "optimizer.momentum": Case("optimizer.name=sgd optimizer.momentum=1", "optimizer.name=sgd optimizer.momentum=0.99"),
