@@ -108,6 +108,7 @@ def test_a_python_without_venv_is_named_with_its_package(project, bare_path):
     assert "apt install python3.12-venv" in done.stderr
 
 
+@pytest.mark.slow
 def test_first_use_and_change(project):
     first = run(project, "one", "two words")
     assert (first.returncode, first.stdout) == (0, "stand-in one two words\n")
@@ -253,7 +254,7 @@ def checkout(tmp_path):
     """Our scripts, three files of tests, and a .venv whose Python prints its arguments."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "tests").mkdir()
-    for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.serial", "serial.py": "mark.serial"}.items():
+    for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.waits", "waits.py": "mark.waits"}.items():
         (tmp_path / "tests" / name).write_text(text)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -278,18 +279,18 @@ def called(checkout: Path, *arguments: str, fails: str = "nothing") -> tuple[lis
 
 
 @pytest.mark.parametrize(("arguments", "selection"), [([], "not slow and not gpu"), (["--all"], "not gpu")])
-def test_two_tests_at_once_and_then_those_that_stand_nothing_beside_them(checkout, arguments, selection):
+def test_two_tests_at_once_and_then_two_of_those_that_wait(checkout, arguments, selection):
     calls, err, code = called(checkout, *arguments)
     assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
     assert calls[3:] == [
-        f"1 -m pytest -m {selection} and not serial -n 2 --dist worksteal --durations=30",
-        f"-m pytest -m {selection} and serial --durations=30 tests/test_b.py",
+        f"1 -m pytest -m {selection} and not waits -n 2 --dist worksteal --durations=30",
+        f"1 -m pytest -m {selection} and waits -n 2 --dist worksteal --durations=30 tests/test_b.py",
     ]
     assert (err, code) == ("", 0)
 
 
 def test_those_that_follow_run_even_after_a_failure(checkout):
-    calls, err, code = called(checkout, fails="not serial")
+    calls, err, code = called(checkout, fails="not waits")
     assert len(calls) == 5
     assert err == f"failed: {calls[3].removeprefix('1 -m ')}\n"
     assert code == 1

@@ -160,6 +160,7 @@ def test_without_optuna_tpe_names_the_extra(folder, monkeypatch):
     assert "megalaunch[sweep]" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
     """Three points: one learns, one blows up after it has measured its speed, one cannot start."""
     arguments = sweep_arguments(folder, "optimizer.weight_decay=0", "train.steps=6", "optimizer.lr=1e-2,1e30,1e-3")

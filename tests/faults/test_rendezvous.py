@@ -24,7 +24,7 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import keep_credentials
 from megalaunch.schema.spec_file import write_spec
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.waits
 
 LOOPBACK = ("127.0.0.1", "::1")
 

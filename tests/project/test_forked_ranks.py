@@ -56,9 +56,9 @@ def test_a_failing_rank_names_itself_and_its_line():
 
     started = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, body, timeout=30)
+        run_ranks(2, body, timeout=120)
     text = str(failure.value)
-    assert time.monotonic() - started < 8  # not the timeout
+    assert time.monotonic() - started < 60  # not the timeout
     assert text.index("rank 1 raised:") < text.index("ValueError: the numbers are wrong")
     assert 'raise ValueError("the numbers are wrong")' in text
     assert text.find("rank 0") == -1 or text.index("rank 1") < text.index("rank 0")  # the cause stands first
@@ -137,6 +137,8 @@ def test_the_fixture_is_the_function(run_ranks):
 
 
 def test_starting_ranks_is_fast():
-    started = time.monotonic()
+    before = os.times()
     run_ranks(4, dist.get_rank)
-    assert time.monotonic() - started < 5  # about 0.1 s when idle; spawning takes 4 s even then
+    after = os.times()
+    used = after.children_user - before.children_user + after.children_system - before.children_system
+    assert used < 2  # seconds of CPU time, 0.1 when forked; four spawned ranks that import torch take 8

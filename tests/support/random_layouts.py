@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from oracle import small_spec
 
 from megalaunch.plan.check import check
+from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
 Layout = dict[str, Any]
@@ -55,6 +57,16 @@ def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
 def spec_of(layout: Layout, **values: Any) -> RunSpec:
     """The resolved spec of a layout; `values` are more of `small_spec`'s arguments."""
     return small_spec(**{**MODEL, **layout, **values})
+
+
+def smallest_sizes(*layouts: Layout) -> Layout:
+    """Return the fewest layers and the smallest batch, of two microbatches at least, under which all layouts run."""
+    for layers, batch in product((2, 4, 8), (4, 8)):
+        sizes = {"model__num_layers": layers, "batch__global_batch_size": batch}
+        given = [{**layout, **sizes} for layout in layouts]
+        if all(_allowed(one) and Topology.from_spec(spec_of(one)).microbatches > 1 for one in given):
+            return sizes
+    return {}
 
 
 def ranks_of(layout: Layout) -> int:

@@ -66,5 +66,5 @@ def training(
 def train_tiny(folder: Path, *more: str, shared: Path | None = None, **environment: str) -> tuple[int, str, str]:
     """Train to the end: (exit code, stdout, stderr)."""
     with training(folder, *more, shared=shared, **environment) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         return process.returncode, out, err

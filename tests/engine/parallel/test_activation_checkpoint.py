@@ -9,6 +9,7 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
@@ -41,14 +42,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("choice", ["full", "two layers as one", "parts"])
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2 zero_bubble"))
+@pytest.mark.parametrize("choice", slow_but(["full", "two layers as one", "parts"], "full"))
 def test_every_layout(layout, choice):
     spec = small_spec(**LAYOUTS[layout], **CHOICES[choice], model__vocab_size=64)
     hold_to_one_process(spec)
 
 
-@pytest.mark.parametrize("choice", ["some layers", "mlp", "mlp and norm"])
+@pytest.mark.parametrize("choice", slow_but(["some layers", "mlp", "mlp and norm"], "mlp"))
 def test_other_choices(choice):
     spec = small_spec(**LAYOUTS["dp2"], **CHOICES[choice])
     hold_to_one_process(spec)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from made_specs import resolved
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
@@ -37,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2 zero3", "pp2"))
 def test_every_gradient_is_that_of_one_process(layout):
     spec = small_spec(**{**TWO, **LAYOUTS[layout]})
     hold_to_one_process(spec, shaken=True)
@@ -110,16 +111,10 @@ SIZES = ("model.num_layers=8", "batch.sequence_length=512", "batch.micro_batch_s
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ("parallel=dp2", "recompute.cpu_offloading_num_layers=4"),
-        ("parallel=tp2", "recompute.cpu_offloading_num_layers=5"),
-        ("parallel=dp2", "recompute.cpu_offloading_num_layers=7"),
-        ("parallel=pp2", "recompute.cpu_offloading_num_layers=2"),
-        ("parallel=pp2vpp2", "recompute.cpu_offloading_num_layers=1"),
-    ],
+    ("layout", "offloaded"), slow_but([("dp2", 4), ("tp2", 5), ("dp2", 7), ("pp2", 2), ("pp2vpp2", 1)], ("pp2", 2))
 )
-def test_the_planner_knows_what_is_left(overrides):
+def test_the_planner_knows_what_is_left(layout, offloaded):
+    overrides = (f"parallel={layout}", f"recompute.cpu_offloading_num_layers={offloaded}")
     spec, _ = resolved(*OVERRIDES, *SIZES, "cluster.devices_per_node=2", *overrides)
     for rank, planned in enumerate(memory_by_rank(spec)):
         found = deep_plan(spec, rank)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 # Each joins parts that some family has together, and more of them than any has.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -83,23 +85,16 @@ def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **val
     hold_to_one_process(small_spec(**{**AWKWARD, **values}), shaken=True)
 
 
-# Each part meets each kind of layout in the quick tests, and two families of most parts every form of each.
-IN_EVERY_LAYOUT = ("gemma", "gpt_oss")
-FURTHER_LAYOUTS = ("tp4 sp", "cp2 allgather", "cp2 a2a")
-CASES = [
-    pytest.param(name, layout, marks=pytest.mark.slow)
-    if name not in IN_EVERY_LAYOUT and layout in FURTHER_LAYOUTS
-    else (name, layout)
-    for name in FEATURES
-    for layout in LAYOUTS
-]
+# Quick: each part under sharded weights, and two families of most parts under a pipeline and a ring.
+QUICK = [(name, "tp2 sp zero3") for name in FEATURES] + [("gemma", "pp3"), ("gpt_oss", "cp2 ring")]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), slow_but(product(FEATURES, LAYOUTS), *QUICK))
 def test_every_gradient_is_that_of_one_process(name, layout):
     _hold_to_one_process(FEATURES[name], LAYOUTS[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "olmo2", "gemma"])
 def test_with_recomputation(name):
     layout = {"tp": 2, "cp": 2, "sequence_parallel": True}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from oracle import assert_same, on_ranks, one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.parallel import compile as compiling
 
@@ -23,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp2 zero3"))
 def test_as_one_process(name, monkeypatch):
     """The graphs and their joint backward, without the minutes of C++ that the default backend takes on processors."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")

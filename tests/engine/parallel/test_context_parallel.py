@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.mesh import Axis, make_mesh
 from megalaunch.engine.model.attention.core import NO_CP
@@ -41,22 +42,23 @@ def test_two_ranks(exchange):
     _held_to_one_process(1, 2, 1, exchange)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", slow_but(EXCHANGES, "p2p"))
 def test_more_ranks_than_key_value_heads(exchange):
     _held_to_one_process(1, 4, 1, exchange, **EIGHT_HEADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
 def test_with_data_parallelism(sharding):
     _held_to_one_process(2, 2, 1, "allgather", parallel__data_sharding=sharding)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", slow_but(EXCHANGES, "a2a"))
 def test_with_tensor_and_sequence_parallelism(exchange):
     _held_to_one_process(1, 2, 2, exchange, parallel__sequence_parallel=True, **EIGHT_HEADS)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", slow_but([False, True], True))
 def test_two_levels(packed):
     _held_to_one_process(
         1,
@@ -69,6 +71,7 @@ def test_two_levels(packed):
     )
 
 
+@pytest.mark.slow
 def test_two_levels_of_unlike_size_with_tensor_parallelism():
     _held_to_one_process(
         1, 4, 2, ["a2a+p2p", "p2p", "a2a+p2p"], parallel__hierarchical_context_parallel_sizes=(4, 1), **EIGHT_HEADS

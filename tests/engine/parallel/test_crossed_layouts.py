@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 # Tied embeddings, biases, normed queries and keys, packed documents of which a rank may see none that counts, a
 # vocabulary that is no power of two, and weights large enough for softmaxes to bend.
@@ -50,12 +51,11 @@ def _held_to_one_process(**values: Any) -> None:
     hold_to_one_process(small_spec(**{**AWKWARD, "parallel__dp": 1, **values}), shaken=True)
 
 
-CROSSED = [("least", "none"), ("4", "full")]  # quick: both at once, and neither
-CROSSED += [pytest.param(*one, marks=pytest.mark.slow) for one in (("least", "full"), ("4", "none"))]
+CROSSED = [("least", "none"), ("4", "full"), ("least", "full"), ("4", "none")]
 
 
-@pytest.mark.parametrize(("accumulated", "recomputed"), CROSSED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("accumulated", "recomputed"), slow_but(CROSSED, ("4", "full")))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2", "cp2"))
 def test_accumulation_and_recomputation(layout, accumulated, recomputed):
     values = LAYOUTS[layout]
     least = values.get("parallel__pp", 1)  # every stage has a microbatch to work on
@@ -68,6 +68,7 @@ def test_accumulation_and_recomputation(layout, accumulated, recomputed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", FOUR_STAGES)
 def test_four_stages(schedule):
     _held_to_one_process(
@@ -79,6 +80,7 @@ def test_four_stages(schedule):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 def test_context_beside_data_and_tensor_parallelism(exchange):
     _held_to_one_process(parallel__dp=2, parallel__cp=2, parallel__cp_comm_type=exchange, **SPLIT)

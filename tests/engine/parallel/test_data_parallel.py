@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from forked_ranks import run_ranks
 from oracle import assert_same, on_ranks, one_process, small_spec
+from slow_cases import slow_but
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -15,13 +16,13 @@ def expected():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "micro"), slow_but([(1, 8), (2, 4), (2, 1), (4, 2), (4, 1)], (1, 8), (2, 1)))
 def test_layout_equals_one_process(expected, ranks, micro, strategy):
     spec = small_spec(parallel__dp=ranks, parallel__data_sharding=strategy, batch__micro_batch_size=micro)
     assert_same(run_ranks(ranks, on_ranks, spec)[0], expected)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", slow_but(STRATEGIES[1:], "optim_grads_params"))
 def test_replicas_equal_one_process(expected, strategy):
     spec = small_spec(
         parallel__dp=4, parallel__dp_replicate=2, parallel__data_sharding=strategy, batch__micro_batch_size=1
@@ -29,8 +30,8 @@ def test_replicas_equal_one_process(expected, strategy):
     assert_same(run_ranks(4, on_ranks, spec)[0], expected)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(("ranks", "replicas"), slow_but([(2, 1), (4, 2)], (2, 1)))
+@pytest.mark.parametrize("strategy", slow_but(["optim", "optim_grads", "optim_grads_params"], "optim"))
 def test_without_overlap_equals_one_process(expected, ranks, replicas, strategy):
     spec = small_spec(
         parallel__dp=ranks,
@@ -43,7 +44,7 @@ def test_without_overlap_equals_one_process(expected, ranks, replicas, strategy)
     assert_same(run_ranks(ranks, on_ranks, spec)[0], expected)
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", slow_but(["optim", "optim_grads_params"], "optim_grads_params"))
 def test_tied_embeddings_equal_one_process(strategy):
     tied = small_spec(model__tie_word_embeddings=True)
     spec = small_spec(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from oracle import hold_to_one_process, one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.schema import with_values
 
@@ -40,7 +41,6 @@ AGAIN: dict[str, dict[str, Any]] = {
     "full": {"recompute__granularity": "full"},
     "parts": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "mlp"]},
 }
-QUICK = ("tp2 sp", "cp2 ring", "cp2 a2a", "pp2")
 
 
 def _spec(layout: dict[str, Any], **values: Any) -> Any:
@@ -48,9 +48,7 @@ def _spec(layout: dict[str, Any], **values: Any) -> Any:
     return small_spec(**{"parallel__dp": 1, **DROPOUT, **sizes, **values})
 
 
-@pytest.mark.parametrize(
-    "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "cp2 ring", "pp2"))
 def test_every_gradient_is_that_of_one_process(layout):
     hold_to_one_process(_spec(LAYOUTS[layout]))
 

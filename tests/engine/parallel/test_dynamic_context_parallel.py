@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import Numbers, assert_same, joined_stages, on_ranks, one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
@@ -48,7 +49,7 @@ def _held_to_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, **values: 
     assert_same(joined_stages(run_ranks(ranks, _uneven_on_ranks, spec)), one_process(spec))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", slow_but([1, 2], 2))
 def test_two_ranks(monkeypatch, rows):
     _held_to_one_process(monkeypatch, 2, batch__micro_batch_size=rows)
 
@@ -67,17 +68,20 @@ def test_recompute(monkeypatch, recompute):
     _held_to_one_process(monkeypatch, 4, parallel__cp=4, batch__micro_batch_size=2, **recompute)
 
 
+@pytest.mark.slow
 def test_with_tensor_and_sequence_parallelism(monkeypatch):
     _held_to_one_process(monkeypatch, 4, parallel__tp=2, parallel__sequence_parallel=True)
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("optim", marks=pytest.mark.slow), "optim_grads_params"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads_params"])
 def test_with_data_parallelism(monkeypatch, sharding):
     more = {"parallel__data_sharding": sharding, "batch__micro_batch_size": 1}
     _held_to_one_process(monkeypatch, 4, parallel__dp=2, **more)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_with_stages(monkeypatch, schedule):
     stages = {"parallel__pp": 2, "parallel__schedule": schedule, "parallel__vpp": 2 if schedule == "zbv" else None}
     _held_to_one_process(monkeypatch, 4, **stages)
@@ -125,7 +129,7 @@ def _passed(attend: Any, inputs: list[torch.Tensor], scoring: ScoreMod, dout: to
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_but([2, 3, 4], 3))
 def test_attention_is_that_of_whole_samples(ranks):
     for differences in run_ranks(ranks, _differences, ranks):
         assert max(differences) < 1e-5

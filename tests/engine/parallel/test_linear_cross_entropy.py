@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from oracle import SEQUENCE, hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 CHUNKS = 3  # no divisor of a microbatch's tokens: the last chunk is shorter
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -47,12 +48,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "batch__micro_batch_size": 1,
     },
 }
-SLOW = ("tp2 sp in a ring", "cp2", "dp2, recomputed", "pp2 interleaved", "pp2 zbv", "dp2 pp2 tp2 sp")
+QUICK = ("one process, capped logits", "a token a chunk", "dp2 zero3, packed", "tp2 sp, tied", "pp2 zero_bubble")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK))
 def test_as_one_process_with_full_logits(name):
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2

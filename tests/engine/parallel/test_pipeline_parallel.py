@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.parallel.pipeline_schedule import GroupedInterleaved1F1B
 
@@ -29,7 +30,7 @@ def test_two_stages_a_rank(schedule):
     _held_to_one_process(parallel__pp=2, parallel__vpp=2, parallel__schedule=schedule, model__num_layers=4)
 
 
-@pytest.mark.parametrize(("ranks", "group", "microbatches"), [(2, 3, 8), (3, 4, 8), (2, 5, 7)])
+@pytest.mark.parametrize(("ranks", "group", "microbatches"), slow_but([(2, 3, 8), (3, 4, 8), (2, 5, 7)], (2, 5, 7)))
 def test_groups_of_microbatches(ranks, group, microbatches):
     """The last group is smaller in the first and the last; torch's own rounds could not be of 7 microbatches."""
     _held_to_one_process(
@@ -51,7 +52,7 @@ def test_a_group_is_run_before_the_next_stage_s():
         assert first == 4 + 2 * (1 - rank) + 1
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", slow_but(["1f1b", "interleaved", "zbv"], "1f1b", "zbv"))
 def test_tied_embeddings(schedule):
     vpp = 1 if schedule == "1f1b" else 2
     _held_to_one_process(
@@ -67,6 +68,7 @@ def test_uneven_stages():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_four_stages_there_and_back():
     """Eight stages on four ranks, uneven; the rank of the first also has the last."""
     _held_to_one_process(
@@ -78,6 +80,7 @@ def test_four_stages_there_and_back():
     )
 
 
+@pytest.mark.slow
 def test_a_layout_in_letters():
     _held_to_one_process(
         parallel__pp=2, parallel__schedule="interleaved", model__num_layers=5, parallel__pipeline_layout="Ett|t|t|tL"
@@ -98,13 +101,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("schedule", slow_but(SCHEDULES, "zbv"))
+@pytest.mark.parametrize("name", slow_but(TOGETHER, "dp2 zero3", "tp2 sp"))
 def test_with_another_axis(name, schedule):
     values = SCHEDULES[schedule] | TOGETHER[name]
     _held_to_one_process(parallel__pp=2, parallel__schedule=schedule, model__num_layers=4, **values)
 
 
+@pytest.mark.slow
 def test_three_axes():
     _held_to_one_process(
         parallel__pp=2, parallel__tp=2, parallel__dp=2, parallel__sequence_parallel=True,

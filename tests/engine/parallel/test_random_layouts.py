@@ -8,7 +8,7 @@ import pytest
 from oracle import hold_to_one_process
 from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
 
-QUICK = 3  # of the layouts drawn
+QUICK = 1  # of the layouts drawn
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 VOCABULARY = 64  # divides by tp
 
@@ -20,11 +21,12 @@ def _held_to_one_process(dp: int, tp: int, sequence_parallel: bool, **values: ob
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", slow_but([1, 2], 1))
 def test_two_ranks(dp, sequence_parallel):
     _held_to_one_process(dp, 2, sequence_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
 def test_with_other_shardings_and_accumulation(sharding):
     _held_to_one_process(2, 2, True, parallel__data_sharding=sharding, batch__micro_batch_size=1)
@@ -34,14 +36,14 @@ def test_tied_embeddings():
     _held_to_one_process(2, 2, True, model__tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", slow_but([False, True], True))
 def test_more_ranks_than_key_value_heads(sequence_parallel):
     heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
     _held_to_one_process(1, 4, sequence_parallel, **heads)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
+@pytest.mark.parametrize("recomputed", slow_but(["none", "full"], "none"))
 def test_exchanges_in_a_ring(ranks, recomputed):
     heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
     _held_to_one_process(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from made_specs import resolved
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.simulate import deep_plan as deep
 from megalaunch.engine.simulate.deep_plan import deep_plan
@@ -150,12 +151,7 @@ def _hold_together(spec: RunSpec, rank: int | None = None) -> None:
             assert ours[kind] == pytest.approx(size, rel=0.05, abs=0.01 * found.total), kind
 
 
-QUICK = ("zero1, one microbatch", "tp8sp", "cp2 p2p", "tp2pp2sp", "recompute selective", "loss in chunks, zero3")
-
-
-@pytest.mark.parametrize(
-    "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in AGREED]
-)
+@pytest.mark.parametrize("layout", slow_but(AGREED, "zero1, one microbatch", "tp8sp"))
 def test_the_engine_and_the_planner_agree(layout):
     _hold_together(resolved(*LLAMA, "batch.micro_batch_size=1", *AGREED[layout])[0])
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
@@ -125,12 +126,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-QUICK = ("zero1 of many microbatches", "zero3, recomputed", "cp2 a2a", "cp2 p2p", "pp2 zbv, tied", "dp2 pp2 tp2 sp")
-
-
-@pytest.mark.parametrize(
-    "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero3, recomputed", "cp2 p2p", "pp2 zbv, tied"))
 def test_fake_ranks_exchange_what_real_ones_do(layout):
     ranks, values = LAYOUTS[layout]
     spec = small_spec(**values)

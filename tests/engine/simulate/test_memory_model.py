@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from made_specs import resolved
+from slow_cases import slow_but
 
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory.rank import (
@@ -157,7 +158,10 @@ def _predicted(case: Case) -> Memory:
     return memory_by_rank(case.spec)[case.rank // (topology.world // topology.pp)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK = {(case.platform, case.moment): case for case in CASES}.values()  # one of each moment
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK), ids=lambda case: case.name)
 def test_the_peak_of_a_step(case):
     measured, predicted = deep_plan(case.spec, case.rank), _predicted(case)
     table = f"\nmeasured in {measured.phase}: {measured.kinds}\npredicted {predicted.phase}: {predicted.kinds}"

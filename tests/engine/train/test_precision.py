@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, small_spec
+from slow_cases import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.engine.dtensor import to_local_no_grad
@@ -98,7 +99,7 @@ def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("layout", SUMMED_ONCE)
+@pytest.mark.parametrize("layout", slow_but(SUMMED_ONCE, "one process", "zero1"))
 def test_microbatches_are_added_up_in_fp32_whatever_ranks_exchange(layout):
     """Exchanged in bf16 a gradient is rounded once on its way; added up in bf16 it would be after each of 16."""
     values = {

@@ -16,6 +16,7 @@ import torch
 from forked_ranks import RanksFailed
 from looped_run import Rank, events, metrics, run_loop, ten_steps
 from oracle import SEQUENCE
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint import dcp_storage
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
@@ -27,6 +28,14 @@ from megalaunch.schema import RunSpec, with_values
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory) -> RunSpec:
     return ten_steps(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def whole(spec, tmp_path_factory) -> Path:
+    """The run of ten steps that nothing stops."""
+    root = tmp_path_factory.mktemp("whole")
+    assert run(spec, root) == "finished all 10 steps"
+    return root
 
 
 def run(spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None) -> str:
@@ -41,15 +50,10 @@ def assert_same_run(one: Path, other: Path, step: int = 10) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    ("precision", "strategy"),
-    [
-        ("fp32", "optim"),
-        ("bf16", "optim_grads_params"),
-        pytest.param("fp32", "no_shard", marks=pytest.mark.slow),
-        pytest.param("bf16", "optim_grads", marks=pytest.mark.slow),
-    ],
-)
+STRATEGIES = [("fp32", "optim"), ("bf16", "optim_grads_params"), ("fp32", "no_shard"), ("bf16", "optim_grads")]
+
+
+@pytest.mark.parametrize(("precision", "strategy"), slow_but(STRATEGIES, ("bf16", "optim_grads_params")))
 def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
     layout = with_values(spec, {"precision.compute_dtype": precision, "parallel.data_sharding": strategy})
     if precision == "bf16":
@@ -71,9 +75,7 @@ def test_resume_with_a_padded_vocabulary_is_exact(spec, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_signal_saves_and_the_run_goes_on_exactly(spec, tmp_path):
-    assert run(spec, tmp_path / "whole") == "finished all 10 steps"
-
+def test_a_signal_saves_and_the_run_goes_on_exactly(spec, whole, tmp_path):
     def spoil(rank: Rank) -> None:
         def interrupt(index: int) -> None:
             if index // 8 == 5:
@@ -86,11 +88,10 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(spec, tmp_path):
     reason = run(spec, tmp_path / "parts", spoil)
     assert reason.startswith("stopped by SIGTERM after step")
     run(spec, tmp_path / "parts")
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert_same_run(whole, tmp_path / "parts")
 
 
-def test_lines_past_the_loaded_step_are_cut_and_a_missed_validation_is_made_up(spec, tmp_path):
-    run(spec, tmp_path / "whole")
+def test_lines_past_the_loaded_step_are_cut_and_a_missed_validation_is_made_up(spec, whole, tmp_path):
     run(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "parts")
     path = RunDirectory(tmp_path / "parts").metrics
     lines = path.read_text().splitlines()
@@ -100,7 +101,7 @@ def test_lines_past_the_loaded_step_are_cut_and_a_missed_validation_is_made_up(s
     with path.open("a") as file:
         file.write('{"step": 5, "lo')  # a killed writer
     run(spec, tmp_path / "parts")
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert_same_run(whole, tmp_path / "parts")
     cuts = [line for line in read_lines(RunDirectory(tmp_path / "parts").events) if line["event"] == "metrics_cut"]
     assert [(cut["after_step"], cut["lines"]) for cut in cuts] == [(3, 2)]
 
@@ -126,24 +127,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(spec, tmp_path
     assert verify_checkpoint(newest) == []  # saved again
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_another_layout_goes_on_with_the_same_samples(spec, tmp_path, ranks):
-    run(spec, tmp_path / "whole")
+@pytest.mark.parametrize("ranks", slow_but([1, 4], 1))
+def test_another_layout_goes_on_with_the_same_samples(spec, whole, tmp_path, ranks):
     run(with_values(spec, {"train.exit_at_step": 5}), tmp_path / "parts")
     layout = {"parallel.dp": ranks, "cluster.devices_per_node": ranks, "parallel.data_sharding": "optim_grads_params"}
     run(with_values(spec, layout), tmp_path / "parts")
-    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
-    assert [line["step"] for line in whole] == [line["step"] for line in parts]
+    before, parts = metrics(whole), metrics(tmp_path / "parts")
+    assert [line["step"] for line in before] == [line["step"] for line in parts]
     for key in ("loss", "validation_loss", "grad_norm"):
-        values = [[line[key] for line in lines if key in line] for lines in (whole, parts)]
+        values = [[line[key] for line in lines if key in line] for lines in (before, parts)]
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
-def test_one_and_two_ranks_see_the_same_losses(spec, tmp_path):
+def test_one_and_two_ranks_see_the_same_losses(spec, whole, tmp_path):
     alone = with_values(spec, {"parallel.dp": 1, "cluster.devices_per_node": 1})
-    run(spec, tmp_path / "two")
     run(alone, tmp_path / "one")
-    losses = [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("one", "two")]
+    losses = [[line["loss"] for line in metrics(root) if "loss" in line] for root in (tmp_path / "one", whole)]
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-5, rtol=0)
 
 
@@ -257,7 +256,7 @@ def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", slow_but([1, 2], 2))
 def test_rows_beyond_the_vocabulary_that_a_run_began_with_are_padding(spec, tmp_path, tp):
     """Whatever stands in them, after a resume too: a run with 64 rows of weights that know 61 tokens."""
 
