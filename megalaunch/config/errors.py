@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from megalaunch.schema import SpecError, SpecProblem
 
-__all__ = ["ConfigError", "SpecProblem"]
+__all__ = ["COMMAND_LINE", "ConfigError", "SpecProblem"]
+
+COMMAND_LINE = "command line"
+"""Where a typed override comes from."""
 
 
 class ConfigError(SpecError):

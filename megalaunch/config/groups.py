@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.interpolation import interpolate
+from megalaunch.config.interpolation import interpolation_problem
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
 from megalaunch.config.parallel_names import ParallelNameError, is_layout_name, layout_values
 from megalaunch.config.unknown_names import unknown_key, unknown_option
-from megalaunch.schema import SpecProblem
+from megalaunch.schema import RunSpec, SpecError, SpecProblem
+from megalaunch.schema.build import check_leaves
 from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -39,27 +40,27 @@ def display_path(path: Path) -> str:
     return str(path.resolve())
 
 
-def option_folders(beside: Path | None = None) -> list[Path]:
-    """Return the folders with option files: this package's, `./conf`, and `conf` in the folder of a recipe's path."""
-    folders = [CONF, Path("conf"), *([beside / "conf"] if beside else [])]
+def option_folders(further: Sequence[Path] = ()) -> list[Path]:
+    """Return the folders with config groups: this package's, `./conf`, and further ones."""
+    folders = [CONF, Path("conf"), *further]
     return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
 
 
-def option_names(group: str, beside: Path | None = None) -> list[str]:
+def option_names(group: str, further: Sequence[Path] = ()) -> list[str]:
     """Return the options of a config group that have a file, sorted."""
-    found = {path.stem for folder in option_folders(beside) for path in (folder / group).glob("*.yaml")}
+    found = {path.stem for folder in option_folders(further) for path in (folder / group).glob("*.yaml")}
     return sorted(found)
 
 
-def option_files(group: str, name: str, beside: Path | None = None) -> list[Path]:
+def option_files(group: str, name: str, further: Sequence[Path] = ()) -> list[Path]:
     """Return the files of one option, none for an invalid name; `load_option` rejects several."""
     if not OPTION_NAME.fullmatch(name):
         return []
-    return [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
+    return [path for folder in option_folders(further) if (path := folder / group / f"{name}.yaml").is_file()]
 
 
 def load_option(
-    group: str, name: str, where: str, problems: list[SpecProblem], beside: Path | None = None
+    group: str, name: str, where: str, problems: list[SpecProblem], further: Sequence[Path] = ()
 ) -> ConfigValues | None:
     """Return the values of one option; None and a problem if it does not exist.
 
@@ -67,9 +68,9 @@ def load_option(
 
     Args:
         where: the origin of the choice, for the problem.
-        beside: the folder of a recipe given by path.
+        further: folders with config groups besides megalaunch's and ./conf.
     """
-    paths = option_files(group, name, beside)
+    paths = option_files(group, name, further)
     if len(paths) > 1:
         named = " and ".join(display_path(path) for path in paths)
         problems.append(SpecProblem(group, f"{group}={name} has two files ({named}); rename your own", where))
@@ -93,7 +94,7 @@ def load_option(
             return None
         if layout is not None:
             return ConfigValues({f"parallel.{key}": value for key, value in layout.items()})
-    problems.append(SpecProblem(group, unknown_option(group, name, option_names(group, beside)), where))
+    problems.append(SpecProblem(group, unknown_option(group, name, option_names(group, further)), where))
     return None
 
 
@@ -126,24 +127,26 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Con
         if isinstance(value, Mapping) or (isinstance(value, list) and not schema_keys()[key].takes_list):
             problems.append(SpecProblem(key, "must be a single value, not a list or a mapping", position))
             return
-        filled, problem = _interpolate(value)
-        if problem:
-            problems.append(SpecProblem(key, problem, position))
-            return
-        values[key], positions[key] = filled, position
+        typed, found = check_value(key, value)
+        problems.extend(replace(problem, where=position) for problem in found)
+        if not found:
+            values[key], positions[key] = typed, position
 
     visit(file.data, "")
     return ConfigValues(values, positions)
 
 
-def _interpolate(value: Any) -> tuple[Any, str | None]:
-    """Interpolate a value, and the items of a list."""
-    if isinstance(value, str):
-        return interpolate(value)
-    if isinstance(value, list):
-        filled = [_interpolate(item) for item in value]
-        return [item for item, _ in filled], next((problem for _, problem in filled if problem), None)
-    return value, None
+def check_value(key: str, value: Any) -> tuple[Any, list[SpecProblem]]:
+    """Return a value as the type of its key, and the problems: type, limits, or an interpolation that is refused."""
+    texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and "${" in item]
+    if texts:  # the type is that of the result
+        refused = [problem for text in texts if (problem := interpolation_problem(text))]
+        return value, [SpecProblem(key, problem) for problem in refused]
+    try:
+        typed = (check_leaves(RunSpec, {key: value}) or {}).get(key, value)
+    except SpecError as error:
+        return None, error.problems
+    return list(typed) if isinstance(typed, tuple) else typed, []
 
 
 def _not_a_section(section: str, value: Any) -> str:

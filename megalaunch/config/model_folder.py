@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from megalaunch.config.groups import ConfigValues, display_path, option_files
+from megalaunch.config.groups import ConfigValues, check_value, display_path, option_files
 from megalaunch.schema import SpecProblem
 
 
-def names_folder(override: str, beside: Path | None = None) -> bool:
+def names_folder(override: str, further: Sequence[Path] = ()) -> bool:
     """Return whether an option is an existing path; a name with an option file is that option."""
-    return exists(override) and not option_files("model", override, beside)
+    return exists(override) and not option_files("model", override, further)
 
 
 def exists(path: str) -> bool:
@@ -34,8 +37,11 @@ def load_model_folder(override: str, where: str, problems: list[SpecProblem]) ->
     except ModelFolderError as error:
         problems += [SpecProblem(p.path, p.message, p.where or where) for p in error.problems]
         return None
-    values = {f"model.{path}": value for path, value in section.values.items()}
     positions = {f"model.{path}": position for path, position in section.positions.items()}
+    values: dict[str, Any] = {}
+    for path, value in section.values.items():
+        values[f"model.{path}"], found = check_value(f"model.{path}", value)
+        problems += [replace(problem, where=positions.get(problem.path, where)) for problem in found]
     return ConfigValues(values, positions, section.notes)
 
 

@@ -156,10 +156,10 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "hydra", "matplotlib", "pandas"
     ("overrides", "allowed"),
     [
         (["--help"], ()),
-        (["recipes", "list"], ()),
+        (["recipes", "list", "--names"], ()),
         (["recipes", "show", "tiny"], ()),
-        (["validate-config", "recipe=tiny", "parallel=dp2", "optimizer.lr=1e-3"], ()),
-        (["validate-config", "recipe=tiny", "recompute.modules=[mlp]"], ("hydra",)),
+        (["explain", "train.steps"], ()),
+        (["validate-config", "recipe=tiny", "parallel=dp2", "optimizer.lr=1e-3"], ("hydra",)),
     ],
 )
 def test_what_a_command_imports(overrides, allowed):

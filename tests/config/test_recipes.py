@@ -104,7 +104,7 @@ def test_all_faults_of_a_recipe_come_at_once_with_line_and_column(folder):
         ("defaults:\n  - override /parallel: 3\n", HEADER, "must be the name of an option"),
         ("a: [1\n", HEADER, "is not valid YAML"),
         ("run: {name: '${oc.env:AWS_SECRET}'}\n", HEADER, "must not read the environment variable AWS_SECRET"),
-        ("run: {name: '${hydra:job.name}'}\n", HEADER, "only ${oc.env:NAME} is"),
+        ("run: {name: '${hydra:job.name}'}\n", HEADER, "supported are ${SECTION.KEY}"),
         ("run: {_target_: os.system}\n", HEADER, "'_target_' is not supported"),
         ("hydra: {run: {dir: /tmp}}\n", HEADER, "unknown key"),
     ],

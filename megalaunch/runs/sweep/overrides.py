@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalaunch.config.compose import read_axis
-from megalaunch.config.errors import ConfigError
+from megalaunch.config.errors import COMMAND_LINE, ConfigError
 from megalaunch.config.keys import GROUPS, schema_keys
-from megalaunch.config.overrides import COMMAND_LINE
 from megalaunch.config.search_space import Categorical, Range, Values
 from megalaunch.schema import SpecProblem
 

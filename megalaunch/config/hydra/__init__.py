@@ -1,0 +1,1 @@
+"""Hydra and OmegaConf behind four functions: no other package imports them."""

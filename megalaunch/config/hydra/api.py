@@ -1,0 +1,80 @@
+"""Compose with Hydra: the files that are served, the overrides, and the schema as a structured config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from megalaunch.config.hydra.nodes import ConfigNodes
+from megalaunch.config.hydra.resolve import register_resolvers
+from megalaunch.config.hydra.source import SERVED, MegalaunchSearchPath, MegalaunchSource
+from megalaunch.config.hydra.structured import NAME, structured_run_spec
+
+PRIMARY = "config"
+"""The primary config: conf/config.yaml."""
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra composed: the config of the run, and Hydra's own node."""
+
+    config: DictConfig
+    hydra: DictConfig
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The option of each config group, Hydra's own groups omitted."""
+        chosen = OmegaConf.to_container(self.hydra.runtime.choices)
+        assert isinstance(chosen, dict)
+        return {str(group): option for group, option in chosen.items() if option and "hydra/" not in str(group)}
+
+    def with_values(self, values: Mapping[str, Any]) -> DictConfig:
+        """Return a copy of the run's config with values by key, as Hydra sets the value of an override."""
+        config = copy.deepcopy(self.config)
+        for key, value in values.items():
+            OmegaConf.update(config, key, value)
+        return config
+
+
+def compose_config(nodes: ConfigNodes, overrides: Sequence[str]) -> Composed:
+    """Compose the files that the overrides choose; raises HydraException."""
+    with hydra_initialized(nodes):
+        config = hydra.compose(PRIMARY, list(overrides), return_hydra_config=True)
+    with open_dict(config):
+        own = config.pop("hydra")
+    return Composed(config, own)
+
+
+@contextmanager
+def hydra_initialized(nodes: ConfigNodes) -> Iterator[None]:
+    """Initialize Hydra for our configs, within an application that uses Hydra too."""
+    _register()
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    token = SERVED.set(nodes)
+    try:
+        with hydra.initialize(config_path=None, job_name="megalaunch", version_base="1.3"):
+            yield
+    finally:
+        SERVED.reset(token)
+        if outer is not None:
+            GlobalHydra.instance().initialize(outer)
+
+
+@cache
+def _register() -> None:
+    """Register schema, resolvers and plug-ins, once a process."""
+    register_resolvers()
+    ConfigStore.instance().store(name=NAME, node=structured_run_spec(), provider="megalaunch")
+    for plugin in (MegalaunchSource, MegalaunchSearchPath):
+        Plugins.instance().register(plugin)
