@@ -6,16 +6,20 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from hydra import compose as hydra_compose
-from hydra import initialize
+from hydra import initialize, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
+from megalaunch.config.groups import CONF
 from megalaunch.config.hydra import api
-from megalaunch.config.keys import schema_keys
+from megalaunch.config.keys import SECTIONS, schema_keys
+from megalaunch.config.parallel_names import layout_values
 from megalaunch.config.recipes import PACKAGED
-from megalaunch.schema import RunSpec
+from megalaunch.schema import RunSpec, build_run_spec
 
 LLAMA = "recipe=llama3_8b"
 DEFAULT_INTERVAL = schema_keys()["train.validation_interval"].field.default
@@ -64,7 +68,6 @@ def test_hydra_composes(monkeypatch):
 
 
 def test_the_schema_is_a_structured_config():
-    from omegaconf import OmegaConf
     from omegaconf.errors import ValidationError
 
     from megalaunch.config.hydra.structured import structured_run_spec
@@ -150,10 +153,21 @@ def test_a_common_ancestor_counts_once_and_the_later_parent_wins(tmp_path, monke
     assert found.recompute.modules == ("mlp",)
 
 
-def test_every_shipped_recipe_composes():
+def test_hydra_alone_composes_the_shipped_files_alike(tmp_path):
+    """conf/ and recipes/ as they are, read by Hydra's own file sources; only layout names need files."""
     composer = Composer()
-    for path in PACKAGED.glob("*.yaml"):
-        assert composer.compose([f"recipe={path.stem}"]).choices["recipe"] == path.stem
+    ours = {path.stem: composer.compose([f"recipe={path.stem}"]) for path in PACKAGED.glob("*.yaml")}
+    (tmp_path / "recipe").symlink_to(PACKAGED)
+    (tmp_path / "parallel").mkdir()
+    for layout in {found.choices["parallel"] for found in ours.values()}:
+        if not (CONF / "parallel" / f"{layout}.yaml").exists():
+            (tmp_path / "parallel" / f"{layout}.yaml").write_text(yaml.safe_dump(layout_values(layout)))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for name, found in ours.items():
+            config = hydra_compose("config", [f"hydra.searchpath=[file://{tmp_path}]", f"recipe={name}"])
+            data = OmegaConf.to_container(config)
+            assert isinstance(data, dict)
+            assert build_run_spec({section: data[section] for section in SECTIONS}) == found.spec, name
 
 
 def test_only_composition_imports_hydra():
