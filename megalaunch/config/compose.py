@@ -6,9 +6,8 @@ interpolates. Before, every file and override is checked against the schema, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from hydra.errors import HydraException
@@ -18,6 +17,7 @@ from megalaunch.config.files import BY_PATH, ConfigFiles, OptionCache
 from megalaunch.config.groups import ConfigValues, option_names
 from megalaunch.config.hydra.api import Composed, compose_config
 from megalaunch.config.hydra.grammar import GrammarError, read_sweep
+from megalaunch.config.hydra.nodes import ConfigNodes
 from megalaunch.config.hydra.resolve import to_plain_data
 from megalaunch.config.keys import GROUPS, schema_keys
 from megalaunch.config.model_folder import names_folder, no_weights_note
@@ -55,19 +55,29 @@ class Composition:
     notes: tuple[SpecProblem, ...] = ()
 
 
-def compose(overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composition:
-    """Compose a run spec; raises ConfigError with every problem of the overrides and the files they name.
+def compose(overrides: Sequence[str]) -> Composition:
+    """Compose a run spec; raises ConfigError with every problem of the overrides and the files they name."""
+    return Composer().compose(overrides)
 
-    `folders` are those with config groups besides megalaunch's and ./conf (`--config-dir`).
+
+def show_hydra(overrides: Sequence[str], show: Callable[[ConfigNodes, list[str]], None]) -> None:
+    """Let Hydra print its own view of a composition, such as its defaults tree; raises ConfigError with every problem.
+
+    `show` is called with the configs and with the overrides in Hydra's grammar.
     """
-    return Composer(folders).compose(overrides)
+    problems: list[SpecProblem] = []
+    parsed = parse_overrides(overrides, problems)
+    files = ConfigFiles(parsed.choices, parsed.packages, parsed.folders, problems)
+    files.read({}, {})
+    if problems:
+        raise ConfigError(problems)
+    show(files, [*_choice_overrides(files), *parsed.hydra, *parsed.texts])
 
 
 class Composer:
     """Composes many lists of overrides; files are read, and merged by Hydra, once for all that choose the same."""
 
-    def __init__(self, folders: Sequence[Path] = ()) -> None:
-        self._folders = tuple(folders)
+    def __init__(self) -> None:
         self._chains: dict[str, list[Recipe]] = {}
         self._options: OptionCache = {}
         self._chosen: dict[tuple[str, ...], tuple[ConfigFiles, Composed]] = {}
@@ -75,7 +85,7 @@ class Composer:
     def compose(self, overrides: Sequence[str]) -> Composition:
         """Compose a run spec; see `compose`."""
         problems: list[SpecProblem] = []
-        parsed = parse_overrides(overrides, problems, self._folders)
+        parsed = parse_overrides(overrides, problems)
         files, composed = self._compose_files(parsed, problems)
         incomplete = bool(problems)
         choices = {group: files.typed_option(group, option) for group, option in composed.choices.items()}
@@ -98,10 +108,14 @@ class Composer:
 
     def _compose_files(self, parsed: Overrides, problems: list[SpecProblem]) -> tuple[ConfigFiles, Composed]:
         """Read the chosen files and let Hydra merge them; raises ConfigError if it merges nothing."""
-        chosen = (*(f"{group}={option}" for group, option in parsed.choices.items()), *parsed.hydra)
+        chosen = (
+            *(f"{group}={option}" for group, option in parsed.choices.items()),
+            *parsed.hydra,
+            *map(str, parsed.folders),
+        )
         if chosen in self._chosen:
             return self._chosen[chosen]
-        files = ConfigFiles(parsed.choices, parsed.packages, self._folders, problems)
+        files = ConfigFiles(parsed.choices, parsed.packages, parsed.folders, problems)
         files.read(self._chains, self._options)
         try:
             composed = compose_config(files, [*_choice_overrides(files), *parsed.hydra])

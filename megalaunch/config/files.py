@@ -23,7 +23,7 @@ from megalaunch.config.groups import (
 from megalaunch.config.hydra.nodes import ConfigNode
 from megalaunch.config.keys import GROUPS
 from megalaunch.config.model_folder import load_model_folder, names_folder
-from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
+from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files, recipe_folders
 from megalaunch.schema import SpecProblem
 from megalaunch.schema.paths import put
 from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
@@ -44,7 +44,7 @@ class ConfigFiles:
     Attributes:
         choices: the typed option of each config group, `recipe` included; a path is served as `BY_PATH`.
         packages: package of an option of a further config group, by path: `+seeds@train=two` gives `seeds/two`.
-        folders: further folders with config groups (`--config-dir`, `hydra.searchpath`).
+        folders: further folders with config groups (`hydra.searchpath`).
         options: values of options of the run spec's sections, by (group, option).
         extra: values of options of the user's own config groups (`+experiment=big`), by path.
         chain: the recipe, after the recipes that it inherits from.
@@ -93,7 +93,7 @@ class ConfigFiles:
     def names(self, group: str) -> Sequence[str]:
         """Return the options of a config group that have a file."""
         if group == "":
-            return sorted({path.name for folder in self._all_folders() for path in folder.iterdir() if path.is_dir()})
+            return sorted({path.name for folder in self._group_folders() for path in folder.iterdir() if path.is_dir()})
         if group == "recipe" or group.startswith("recipe/"):
             prefix = group.removeprefix("recipe").lstrip("/")
             return [name.removeprefix(f"{prefix}/") for name in recipe_files() if name.startswith(prefix)]
@@ -177,7 +177,11 @@ class ConfigFiles:
         content = nested({key.removeprefix(prefix): value for key, value in values.values.items()})
         return ConfigNode({**({"defaults": defaults} if defaults is not None else {}), **content}, package)
 
-    def _all_folders(self) -> list[Path]:
+    def search_path(self) -> list[Path]:
+        """Return the folders with config groups and those with recipes."""
+        return [*self._group_folders(), *recipe_folders()]
+
+    def _group_folders(self) -> list[Path]:
         return [folder for folder in option_folders(self.further) if folder.is_dir()]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megalaunch.config.errors import COMMAND_LINE
 from megalaunch.config.groups import ConfigValues, check_value, option_names
-from megalaunch.config.hydra.grammar import GrammarError, SeveralValues, read_value
+from megalaunch.config.hydra.grammar import GrammarError, SeveralValues, quoted, read_value
 from megalaunch.config.keys import GROUPS, MISSING_VALUE, is_section, schema_keys, suggestion
 from megalaunch.config.model_folder import exists
 from megalaunch.config.parallel_names import is_layout_name, merge_layout_names
@@ -22,6 +22,7 @@ from megalaunch.schema import SpecProblem
 from megalaunch.schema.build import did_you_mean
 from megalaunch.schema.paths import entry_at
 
+_SEARCH_PATH = "hydra.searchpath"
 _CHOICES = (*GROUPS, "recipe")
 
 
@@ -43,12 +44,19 @@ class Overrides:
         values: in the order typed.
         hydra: further ones that Hydra takes as they are: `+experiment=big`, `~schedule`, `hydra.sweep.dir=...`.
         invalid: keys whose override has a problem.
+        folders: further folders with config groups: `hydra.searchpath=[FOLDER]`.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
     values: list[ValueOverride] = field(default_factory=list)
     hydra: list[str] = field(default_factory=list)
     invalid: set[str] = field(default_factory=set)
+    folders: tuple[Path, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The values as overrides for Hydra's own grammar, free text in quotes."""
+        return [f"{o.key}={quoted(o.value) if isinstance(o.value, str) else o.raw}" for o in self.values]
 
     @property
     def packages(self) -> dict[str, str]:
@@ -73,12 +81,10 @@ class Overrides:
         ]  # fmt: skip
 
 
-def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem], folders: Sequence[Path] = ()) -> Overrides:
-    """Parse overrides in Hydra's grammar; unknown, incomplete and rejected ones become problems.
-
-    `folders` are those with config groups besides megalaunch's and ./conf.
-    """
-    result = Overrides()
+def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem]) -> Overrides:
+    """Parse overrides in Hydra's grammar; unknown, incomplete and rejected ones become problems."""
+    folders = tuple(_search_path(overrides, problems))
+    result = Overrides(folders=folders)
     for override in overrides:
         typed = override.lstrip("+~")
         sign = override[: len(override) - len(typed)]
@@ -91,6 +97,8 @@ def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem], folde
         elif is_section(key) and key not in GROUPS:
             for path, value in _leaves(key, raw):
                 _add_value(result, path, value, problems)
+        elif key == _SEARCH_PATH:
+            continue
         elif key not in _CHOICES or sign == "~":
             result.hydra.append(override)
         elif key in result.choices:
@@ -99,6 +107,27 @@ def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem], folde
         else:
             result.choices[key] = raw
     return result
+
+
+def _search_path(overrides: Sequence[str], problems: list[SpecProblem]) -> Iterator[Path]:
+    """Yield the folders of `hydra.searchpath=[file://FOLDER, ...]`; those that do not exist become problems."""
+    for override in overrides:
+        key, _, raw = override.lstrip("+").partition("=")
+        if key != _SEARCH_PATH:
+            continue
+        try:
+            value = read_value(key, raw)
+        except ValueError:
+            value = None
+        if not isinstance(value, list):
+            problems.append(SpecProblem(key, "must be a list of folders, e.g. [file:///shared/conf]", COMMAND_LINE))
+            continue
+        for entry in map(str, value):
+            folder = Path(entry.removeprefix("file://")).expanduser()
+            if folder.is_dir():
+                yield folder
+            else:
+                problems.append(SpecProblem(key, f"{entry} is no folder on this machine", COMMAND_LINE))
 
 
 def _add_value(result: Overrides, key: str, raw: str, problems: list[SpecProblem]) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from made_specs import LAPTOP
 from typer.testing import CliRunner
 
@@ -216,3 +217,30 @@ def test_what_the_engine_trains_is_valid_without_more():
     assert json.loads(validate("recipe=tiny", "--json").output)["trains"] is True
     assert "a plan only" not in validate("recipe=tiny").output
     assert "a plan only" not in run.invoke(app, ["plan", "recipe=tiny", "model.vocab_size=512"]).output
+
+
+def test_hydras_own_views(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shared = tmp_path / "sha'red"
+    (shared / "schedule").mkdir(parents=True)
+    (shared / "schedule" / "team.yaml").write_text("shape: linear\n")
+    job = validate("recipe=tiny", "train.steps=7", "run.name=a, b", "--cfg", "job")
+    data = yaml.safe_load(job.output)
+    assert (job.exit_code, data["train"]["steps"], data["run"]["name"]) == (0, 7, "a, b")
+    tree = subprocess.run(
+        [sys.executable, "-m", "megalaunch", "train", "recipe=qwen3_tiny", "parallel=tp2", "schedule=team", "--info",
+         "defaults-tree", "-cd", str(shared)], capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert "    parallel: tp2\n" in tree
+    assert "    recipe: qwen3_tiny:\n      recipe/tiny:\n" in tree
+    assert "    schedule: team\n" in tree
+    refused = validate("recipe=tiny", "train.stepz=3", "--info", "searchpath")
+    assert (refused.exit_code, "did you mean 'train.steps'" in refused.output) == (2, True)
+
+
+def test_multirun_is_a_sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run.invoke(app, ["train", "-m", "recipe=tiny", "data.mock=true", "optimizer.lr=1e-3,1e-4", "--dry-run"])
+    same = run.invoke(app, ["sweep", "recipe=tiny", "data.mock=true", "optimizer.lr=1e-3,1e-4", "--dry-run"])
+    assert (result.exit_code, result.output) == (same.exit_code, same.output)
+    assert "optimizer.lr=0.001" in result.output or "1e-3" in result.output

@@ -115,13 +115,15 @@ def test_own_groups_options_and_folders(folder):
     assert found.choices["experiment"] == "short"
     assert spec("+experiment=short", "train.steps=9", "parallel=pp2").parallel.pp == 2
     assert spec("+seeds@train=two").train.seed == 2
-    assert compose([LLAMA, "schedule=team"], [folder / "shared"]).spec.schedule.shape == "linear"
+    assert spec("schedule=team", "hydra.searchpath=[file://shared]").schedule.shape == "linear"
 
 
 def test_own_groups_that_do_not_fit(folder):
     assert "add it: +experiment=short" in problems("experiment=short")["experiment"]
     assert "has no option 'shrt'; did you mean 'short'?" in problems("+experiment=shrt")["experiment"]
     assert "unknown key" in problems("+experiment=bare")["experiment.train"]
+    assert "is no folder" in problems("hydra.searchpath=[nowhere]")["hydra.searchpath"]
+    assert "must be a list" in problems("hydra.searchpath=shared")["hydra.searchpath"]
     assert "include each other" in problems("+experiment=circle")["defaults"]
     assert "unknown key" in " ".join(problems("+seeds=two").values())
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from megalaunch.cli.train.hydra_options import Cfg, ConfigDirs, Info, show_composition, with_config_dirs
+
 
 def train(
     overrides: Annotated[
@@ -19,6 +21,12 @@ def train(
         bool,
         typer.Option("--prepare-only", help="Prepare the data, write spec.yaml, print the commands; start nothing."),
     ] = False,
+    multirun: Annotated[
+        bool, typer.Option("--multirun", "-m", help="Run a sweep, as `megalaunch sweep` with the same overrides.")
+    ] = False,
+    config_dir: ConfigDirs = None,
+    cfg: Cfg = None,
+    info: Info = None,
 ) -> None:
     """Train a model: compose and check the run, prepare its data, launch the workers, show progress, summarize.
 
@@ -28,12 +36,20 @@ def train(
     from megalaunch.runs.prepare_run import prepare_run
     from megalaunch.runs.train import print_commands, require_training_packages, train_run
 
+    typed = with_config_dirs(overrides, config_dir)
+    if show_composition(typed, cfg, info):
+        return
+    if multirun:
+        from megalaunch.cli.sweep import sweep
+
+        sweep(typed, dry_run=dry_run)
+        return
     starts = not (dry_run or prepare_only)
     if starts:
         require_training_packages()
     with StopSignals() as stop:
         try:
-            planned = prepare_run(overrides or [], starts)
+            planned = prepare_run(typed, starts)
             if dry_run:
                 print_commands(planned)
                 return

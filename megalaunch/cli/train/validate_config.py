@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from megalaunch.cli.train.hydra_options import Cfg, ConfigDirs, Info, show_composition, with_config_dirs
+
 
 def validate_config(
     overrides: Annotated[
@@ -16,6 +18,9 @@ def validate_config(
     explain: Annotated[
         str | None, typer.Option(metavar="KEY", help="Show a key or section: value, meaning, where it comes from.")
     ] = None,
+    config_dir: ConfigDirs = None,
+    cfg: Cfg = None,
+    info: Info = None,
 ) -> None:
     """Compose a run and report every problem at once, each with its numbers and a fix.
 
@@ -34,8 +39,11 @@ def validate_config(
     from megalaunch.runs.epoch_check import check_epochs
     from megalaunch.runs.errors import refuse
 
+    typed = with_config_dirs(overrides, config_dir)
+    if show_composition(typed, cfg, info):
+        return
     try:
-        composition = compose(overrides or [])
+        composition = compose(typed)
     except ConfigError as error:
         findings, derived = problems_as_findings(error.problems), {}
     else:

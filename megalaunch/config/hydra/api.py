@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -55,16 +56,30 @@ def compose_config(nodes: ConfigNodes, overrides: Sequence[str]) -> Composed:
     return Composed(config, own)
 
 
+def print_config(nodes: ConfigNodes, overrides: Sequence[str], kind: str) -> None:
+    """Print the composed config as `--cfg` of a Hydra application does: `job`, `hydra` or `all`."""
+    with hydra_initialized(nodes) as own:
+        own.show_cfg(PRIMARY, list(overrides), kind, package=None)
+
+
+def print_info(nodes: ConfigNodes, overrides: Sequence[str], topic: str) -> None:
+    """Print what `--info` of a Hydra application does: `defaults-tree`, `searchpath`, `plugins` and more."""
+    with hydra_initialized(nodes) as own:
+        own.show_info(topic, PRIMARY, list(overrides))
+
+
 @contextmanager
-def hydra_initialized(nodes: ConfigNodes) -> Iterator[None]:
-    """Initialize Hydra for our configs, within an application that uses Hydra too."""
+def hydra_initialized(nodes: ConfigNodes) -> Iterator[Hydra]:
+    """Initialize Hydra for our configs, also within an application that uses Hydra too."""
     _register()
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     token = SERVED.set(nodes)
     try:
         with hydra.initialize(config_path=None, job_name="megalaunch", version_base="1.3"):
-            yield
+            own = GlobalHydra.instance().hydra
+            assert own is not None, "initialize makes it"
+            yield own
     finally:
         SERVED.reset(token)
         if outer is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from megalaunch.config.search_space import Categorical, Range
@@ -31,6 +31,11 @@ def read_value(key: str, raw: str) -> Any:
     if parsed.is_sweep_override():
         raise SeveralValues(raw)
     return parsed.value()
+
+
+def quoted(text: str) -> str:
+    """Return text as a quoted string of the grammar: any character stands for itself, `${...}` is interpolated."""
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def read_sweep(key: str, raw: str, names: Callable[[], list[str]]) -> Categorical | Range | None:

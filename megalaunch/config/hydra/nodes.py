@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -20,6 +21,9 @@ class ConfigNode:
 
 class ConfigNodes(Protocol):
     """Configs by path: `config`, `model/llama3_8b`, `parallel/tp4pp4`, `recipe/quickstart`."""
+
+    def search_path(self) -> Sequence[Path]:
+        """Return the folders in which configs are looked up."""
 
     def node(self, path: str) -> ConfigNode | None:
         """Return a config; None if it does not exist."""

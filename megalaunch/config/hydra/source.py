@@ -66,6 +66,7 @@ class MegalaunchSearchPath(SearchPathPlugin):
     """Puts `megalaunch://` on the search path of our own compositions, and of no other Hydra application."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the source."""
-        if SERVED.get() is not None:
-            search_path.append("megalaunch", f"{SCHEME}://")
+        """Append a source for each folder; they all serve the same configs, so that the first one answers."""
+        served = SERVED.get()
+        for folder in served.search_path() if served is not None else ():
+            search_path.append("megalaunch", f"{SCHEME}://{folder}")
