@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import MISSING
+from typing import TYPE_CHECKING
 
-from megalaunch.config.compose import Composition
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import Key, schema_keys, suggestion
 from megalaunch.format.yaml_value import to_yaml
 from megalaunch.schema import RunSpec, SpecProblem
 from megalaunch.schema.build import describe
 from megalaunch.schema.paths import value_at
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
 
 
 def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:

@@ -48,7 +48,6 @@ def show_recipe(
     composed: Annotated[bool, typer.Option("--composed", help="Show the composed run, with every default.")] = False,
 ) -> None:
     """Print a recipe's file, or with --composed the composed run spec."""
-    from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.recipes import load_chain
     from megalaunch.plan.report import problems_text
@@ -57,6 +56,8 @@ def show_recipe(
     from megalaunch.schema.spec_file import spec_to_text
 
     if composed:
+        from megalaunch.config.compose import compose
+
         try:
             typer.echo(spec_to_text(compose([f"recipe={name}"]).spec), nl=False)
         except ConfigError as error:
