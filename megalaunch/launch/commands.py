@@ -17,7 +17,11 @@ _FIRST_NODE = "NODE0"  # placeholder for the first node's address where no launc
 
 
 def node_commands(
-    spec: RunSpec, spec_file: Path, worker_module: str = WORKER_MODULE, max_restarts: int | None = None
+    spec: RunSpec,
+    spec_file: Path,
+    worker_module: str = WORKER_MODULE,
+    max_restarts: int | None = None,
+    fork: bool = False,
 ) -> list[list[str]]:
     """Return one argv list per node, in node order, for a spec whose `auto` values are resolved.
 
@@ -27,10 +31,13 @@ def node_commands(
     Args:
         max_restarts: the agent's own restarts; None takes the spec's, for launches in which nothing else restarts an
             agent.
+        fork: fork the workers from the agent, which imports torch once for all of them; for CPUs only.
     """
     agent = [sys.executable, "-m", AGENT_MODULE]
     if max_restarts is not None:
         agent.append(f"--max-restarts={max_restarts}")
+    if fork:
+        agent.append("--fork")
     worker = ["-m", worker_module, str(spec_file)]
     nodes = int(spec.cluster.nodes)
     if nodes == 1:

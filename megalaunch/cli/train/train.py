@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megalaunch.cli.train.hydra_options import Cfg, ConfigDirs, Info, show_composition, with_config_dirs
+
+if TYPE_CHECKING:
+    from megalaunch.launch.stop import StopSignals
+    from megalaunch.rundir.outcome import ExitCode
 
 
 def train(
@@ -27,6 +32,17 @@ def train(
     config_dir: ConfigDirs = None,
     cfg: Cfg = None,
     info: Info = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Play the run with small sizes on this machine's CPUs: train, resume, reshard, export, generate.",
+        ),
+    ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --rehearse: a new directory, kept (default: a temporary one)."),
+    ] = None,
 ) -> None:
     """Train a model: compose and check the run, prepare its data, launch the workers, show progress, summarize.
 
@@ -44,11 +60,16 @@ def train(
 
         sweep(typed, dry_run=dry_run)
         return
+    if rehearse or run_dir is not None:
+        _require_only_rehearsal(rehearse, prepare_only)
     starts = not (dry_run or prepare_only)
     if starts:
         require_training_packages()
     with StopSignals() as stop:
         try:
+            if rehearse:
+                code = _rehearse(typed, dry_run, run_dir, stop)
+                raise typer.Exit(int(code))
             planned = prepare_run(typed, starts)
             if dry_run:
                 print_commands(planned)
@@ -58,3 +79,24 @@ def train(
             typer.echo("stopped before the workers started", err=True)
             code = stopped.exit_code
     raise typer.Exit(int(code))
+
+
+def _require_only_rehearsal(rehearse: bool, prepare_only: bool) -> None:
+    """End the command for options that contradict each other."""
+    from megalaunch.runs.errors import fail
+
+    if not rehearse:
+        fail("--run-dir is an option of --rehearse\nfix:  run.directory=DIR names the directory of a run")
+    if prepare_only:
+        fail("--rehearse starts workers, --prepare-only starts nothing\nfix:  leave one of them out")
+
+
+def _rehearse(overrides: list[str], dry_run: bool, run_dir: Path | None, stop: StopSignals) -> ExitCode:
+    from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.rehearsal.run import prepare_rehearsal, print_differences, rehearse
+
+    prepared = prepare_rehearsal(overrides)
+    if dry_run:
+        print_differences(prepared)
+        return ExitCode.DONE
+    return rehearse(prepared, run_dir, overrides, stop)

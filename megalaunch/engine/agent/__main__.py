@@ -1,6 +1,6 @@
 """Start and monitor the workers of one node, as torchrun does, with an authenticated rendezvous.
 
-python -m megalaunch.engine.agent [--node-rank=1 --first-node=HOST:PORT] -m WORKER_MODULE RUN/spec.yaml
+python -m megalaunch.engine.agent [--node-rank=1 --first-node=HOST:PORT] [--fork] -m WORKER_MODULE RUN/spec.yaml
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.member import Endpoint, NodeLost, RendezvousProblem, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
@@ -47,6 +48,7 @@ class Node:
     rank: int
     endpoint: Endpoint | None
     max_restarts: int | None
+    fork: bool
 
 
 def main(arguments: list[str]) -> int:
@@ -86,17 +88,19 @@ class _NodeAgent:
     def run(self) -> int:
         """Start the workers and monitor them; returns 0, or 1 if they failed. Raises RendezvousProblem."""
         rendezvous, restarts = self._rendezvous(), self._node.max_restarts
+        module, spec_file = self._node.worker_module, str(self._node.spec_file)
         worker = WorkerSpec(
             role="default",
             local_world_size=int(self._spec.cluster.devices_per_node),
-            entrypoint=sys.executable,
-            args=("-u", "-m", self._node.worker_module, str(self._node.spec_file)),
+            entrypoint=import_worker(module) if self._node.fork else sys.executable,
+            args=(spec_file,) if self._node.fork else ("-u", "-m", module, spec_file),
             rdzv_handler=rendezvous,
             max_restarts=self._spec.launcher.max_restarts if restarts is None else restarts,
         )
         self._agent = LocalElasticAgent(
             worker,
             DefaultLogsSpecs(),
+            start_method="fork" if self._node.fork else "spawn",  # of a function; a command is neither
             exit_barrier_timeout=EXIT_SECONDS,
             shutdown_timeout=max(1, int(self._spec.launcher.stop_grace_period)),
         )
@@ -159,12 +163,20 @@ def _parse(arguments: list[str]) -> Node:
     parser.add_argument(
         "--max-restarts", type=int, metavar="N", help="restarts of this agent (default: launcher.max_restarts)"
     )
+    parser.add_argument("--fork", action="store_true", help="fork the workers from this process; for CPUs")
     parser.add_argument("-m", dest="worker_module", required=True, help="module that each worker runs")
     parser.add_argument("spec_file", type=Path, metavar="RUN/spec.yaml")
     given = parser.parse_args(arguments)
     if not given.spec_file.is_file():
         parser.error(f"{given.spec_file} is not a file: write it with `megalaunch train ... --prepare-only`")
-    return Node(given.spec_file.absolute(), given.worker_module, given.node_rank, given.first_node, given.max_restarts)
+    return Node(
+        given.spec_file.absolute(),
+        given.worker_module,
+        given.node_rank,
+        given.first_node,
+        given.max_restarts,
+        given.fork,
+    )
 
 
 def _endpoint(text: str) -> Endpoint:

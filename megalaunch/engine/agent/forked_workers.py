@@ -1,0 +1,38 @@
+"""Fork the workers of a node from an agent that has imported torch and the engine already.
+
+Sixteen workers that each import torch and the engine need a minute of two cores; forked, they share one import and its
+memory. A forked worker must not use a GPU: CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable
+
+_HANDLED_BY_AGENT = (signal.SIGHUP, signal.SIGQUIT)  # a worker handles SIGTERM and SIGINT itself
+
+
+def import_worker(module: str) -> Callable[[str], None]:
+    """Import what a worker imports, and return the function that a forked worker runs with the path of its spec.
+
+    Args:
+        module: name of the worker's module, with `main(arguments)` and `load_train_body()`.
+    """
+    import torch
+
+    worker = importlib.import_module(module)
+    torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
+    worker.load_train_body()
+    importlib.import_module("megalaunch.engine.run_rank")
+    importlib.import_module("torch._dynamo")  # FSDP2 imports it with the first forward pass
+
+    def run(spec_file: str) -> None:
+        for number in _HANDLED_BY_AGENT:
+            signal.signal(number, signal.SIG_DFL)
+        code = worker.main([spec_file])
+        if code:
+            sys.exit(code)
+
+    return run

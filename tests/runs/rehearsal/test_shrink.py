@@ -1,0 +1,152 @@
+"""Shrinking a run for a rehearsal: valid, small, at most 16 workers, and every feature of the run is still on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from made_specs import resolved
+
+from megalaunch.config.recipes import PACKAGED
+from megalaunch.plan.check import check
+from megalaunch.plan.stages import build_stages
+from megalaunch.plan.supported import not_trained
+from megalaunch.plan.world import resolved_world_size
+from megalaunch.runs.rehearsal.other_layout import other_layout
+from megalaunch.runs.rehearsal.shrink import shrink
+from megalaunch.runs.rehearsal.small_layout import MAX_WORKERS, small_pipeline_layout
+from megalaunch.schema import with_values
+
+RECIPES = sorted(path.stem for path in PACKAGED.glob("*.yaml"))
+NOT_CHECKED = {"data.source", "launcher.multi_node", "data.corpus_exists", "memory.fits"}
+SIZES = {
+    *("model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.head_dim", "model.vocab_size"),
+    *("model.num_attention_heads", "model.num_query_groups", "model.max_position_embeddings"),
+    *("model.sliding_window", "model.sliding_window_pattern", "model.no_rope_layer_interval"),
+    *("model.rope.short_factors", "model.rope.long_factors", "model.rope.original_positions"),
+    *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "parallel.dp_replicate", "parallel.pipeline_layout"),
+    *("parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"),
+    *("parallel.hierarchical_context_parallel_sizes", "parallel.microbatch_group_size_per_vp_stage"),
+    *("parallel.cp_comm_type", "recompute.num_layers", "recompute.cpu_offloading_num_layers"),
+    *("batch.sequence_length", "batch.micro_batch_size", "batch.global_batch_size"),
+    *("cluster.nodes", "cluster.devices_per_node", "cluster.node_bandwidth", "platform.chip"),
+    *("schedule.decay_steps", "schedule.warmup_steps", "schedule.warmup_fraction", "schedule.wsd_decay_steps"),
+    *("train.steps", "train.exit_at_step", "train.validation_interval", "train.loss_chunks", "train.compile"),
+    *("train.sample_prompt", "train.sample_tokens", "data.num_samples", "data.validation_tokens"),
+    *("tokenizer.vocab_size", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"),
+    *("checkpoint.load_pretrained", "logging.log_interval", "launcher.max_restarts", "launcher.hang_timeout"),
+    *("launcher.step_timeout", "launcher.start_timeout"),
+}
+"""Lengths, counts and limits: all that a rehearsal may change. What switches a feature is not among them."""
+
+NODE = ("recipe=llama3_8b", "cluster.devices_per_node=8")
+LAYOUTS = {
+    "headline": (*NODE, "parallel=tp4pp4", "cluster.nodes=2"),
+    "interleaved": (*NODE, "parallel=tp2pp2vpp2cp2sp"),
+    "wide": (*NODE, "parallel=tp8pp4cp2sp", "cluster.nodes=16"),
+    "zbv": (*NODE, "parallel=pp4vpp2", "parallel.schedule=zbv"),
+    "hsdp": (*NODE, "parallel=hsdp2zero3", "cluster.nodes=2"),
+    "ulysses": (*NODE, "parallel=cp4", "parallel.cp_comm_type=a2a"),
+    "both": (
+        *(*NODE, "parallel=cp8", "parallel.cp_comm_type=a2a+p2p", "cluster.nodes=4"),
+        "parallel.hierarchical_context_parallel_sizes=[2,4]",
+    ),
+    "uneven": (
+        *(*NODE, "parallel=pp4"),
+        *("parallel.num_layers_in_first_pipeline_stage=6", "parallel.num_layers_in_last_pipeline_stage=10"),
+    ),
+    "written": (*NODE, "parallel=pp4", "parallel.pipeline_layout='Et*7|(t*9|)*2t*7L'"),
+    "copied_groups": (*NODE, "parallel=tp8", "model.num_query_groups=4"),
+    "offloaded": (*NODE, "parallel=pp2", "recompute.cpu_offloading_num_layers=3"),
+    "chunks": (*NODE, "parallel=pp2", "recompute=full", "recompute.num_layers=4", "recompute.method=block"),
+}
+
+
+def errors_of(spec, origins=None):
+    return [f for f in check(spec, origins, "train") if f.severity == "error" and f.rule not in NOT_CHECKED]
+
+
+def trained_spec(*overrides):
+    spec, composition = resolved(*overrides)
+    assert errors_of(spec, composition.origins) == []
+    return spec
+
+
+def require_valid_rehearsal(spec):
+    """Every feature on, no error, few workers; and so under the other layout."""
+    shrunk = shrink(spec)
+    small = shrunk.spec
+    assert {change.path for change in shrunk.changes} <= SIZES
+    assert errors_of(small) == []
+    assert resolved_world_size(small.cluster) <= MAX_WORKERS
+    assert small.model.num_layers <= spec.model.num_layers
+    for axis in ("tp", "pp", "cp"):
+        assert (getattr(small.parallel, axis) > 1) == (getattr(spec.parallel, axis) > 1)
+    model, was = small.model, spec.model
+    assert (model.num_query_groups < model.num_attention_heads) == (was.num_query_groups < was.num_attention_heads)
+    if was.sliding_window is not None:
+        assert (model.sliding_window < small.batch.sequence_length) == (was.sliding_window < spec.batch.sequence_length)
+    small = with_values(small, {"data.mock": True, "data.corpus": None, "train.sample_prompt": None})
+    other = other_layout(small)
+    assert errors_of(other) == []
+    assert replace(other.parallel, schedule="auto") != replace(small.parallel, schedule="auto")
+    assert other.batch.global_batch_size == small.batch.global_batch_size
+    return small
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_refused_or_shrinks_to_a_valid_run_with_its_features(recipe):
+    spec, composition = resolved(f"recipe={recipe}")
+    if not_trained(spec):
+        assert "engine.unsupported" in {finding.rule for finding in errors_of(spec, composition.origins)}
+    else:
+        require_valid_rehearsal(spec)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_shrinks_to_a_valid_run_with_its_features(layout):
+    require_valid_rehearsal(trained_spec(*LAYOUTS[layout]))
+
+
+def test_the_headline_keeps_its_sixteen_ranks():
+    small = require_valid_rehearsal(trained_spec(*LAYOUTS["headline"]))
+    p = small.parallel
+    assert (p.tp, p.pp, p.dp, small.model.num_layers) == (4, 4, 1, 4)
+
+
+def test_of_equal_ranks_a_few_are_played():
+    p = shrink(trained_spec(*LAYOUTS["wide"])).spec.parallel
+    assert (p.tp, p.pp, p.cp, p.dp) == (4, 2, 2, 1)
+    p = shrink(trained_spec("recipe=llama3_8b")).spec.parallel
+    assert (p.cp, p.dp) == (2, 2)
+    p = shrink(trained_spec(*LAYOUTS["hsdp"])).spec.parallel
+    assert (p.dp, p.dp_replicate) == (4, 2)
+
+
+def test_stages_that_differ_still_differ():
+    stages = build_stages(shrink(trained_spec(*LAYOUTS["uneven"])).spec)
+    assert [len(stage.layers) for stage in stages] == [1, 2, 2, 3]
+    stages = build_stages(shrink(trained_spec(*LAYOUTS["written"])).spec)
+    assert [len(stage.layers) for stage in stages] == [1, 2, 2, 1]
+
+
+def test_a_written_layout_for_fewer_ranks_has_both_ends():
+    assert small_pipeline_layout("Et|tt|tt|t|tt|tt|tt|tL", 8, 4) == "Et|tt|tt|tL"
+    assert small_pipeline_layout("E|t|t|tL", 4, 2) == "E|tL"
+
+
+def test_groups_that_ranks_copy_are_still_copied():
+    model = shrink(trained_spec(*LAYOUTS["copied_groups"])).spec.model
+    assert (model.num_attention_heads, model.num_query_groups) == (16, 4)
+
+
+def test_a_vocabulary_that_is_padded_is_still_padded():
+    assert shrink(trained_spec(*NODE, "parallel=tp8", "model.vocab_size=50257")).spec.model.vocab_size % 8
+    assert shrink(trained_spec(*NODE, "parallel=tp8", "model.vocab_size=50304")).spec.model.vocab_size % 8 == 0
+
+
+def test_the_schedule_has_the_phases_of_the_runs():
+    s = shrink(trained_spec(*NODE, "schedule.shape=wsd")).spec.schedule
+    assert (s.shape, s.warmup_steps, s.wsd_decay_steps, s.decay_steps) == ("wsd", 1, 2, 4)
+    s = shrink(trained_spec(*NODE, "schedule.warmup_fraction=0")).spec.schedule
+    assert s.warmup_steps == 0
