@@ -23,6 +23,12 @@ def test_one_machine_needs_nothing_but_its_spec():
     ]
 
 
+def test_workers_are_forked_only_when_asked():
+    assert node_commands(tiny_spec(), Path("s"), max_restarts=0, fork=True)[0][3:] == [
+        *("--max-restarts=0", "--fork", "-m", "megalaunch.engine.worker", "s")
+    ]
+
+
 def test_several_machines_meet_at_the_first():
     commands = node_commands(tiny_spec(cluster__nodes=2), Path("spec.yaml"))
     assert commands == [

@@ -60,8 +60,8 @@ def small_pipeline_layout(layout: str, pp: int, new_pp: int) -> str:
 
 
 def _with_fewer_layers(stage: str, fewest: int) -> str:
-    before, layers, after = stage.partition("t" * stage.count("t"))
-    return before + "t" * min(len(layers), 1 if len(layers) <= fewest else 2) + after
+    count = stage.count("t")
+    return stage.replace("t" * count, "t" if count <= fewest else "tt") if count else stage
 
 
 def _spread(pp: int, new_pp: int) -> list[int]:
