@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.launch.directory import lock_run, unlock_run
+from megalaunch.launch.display.report import failure_report
 from megalaunch.launch.local import Launch, run_locally
-from megalaunch.launch.report import failure_report
 from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.stop import StopSignals
 from megalaunch.rundir.outcome import Outcome

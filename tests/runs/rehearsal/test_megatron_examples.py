@@ -1,4 +1,4 @@
-"""Megatron-LM's two dense example scripts after `import-megatron`: what the engine refuses, and a rehearsal of the rest.
+"""Megatron-LM's two dense example scripts after `import-megatron`: what is refused, and a rehearsal of the rest.
 
 The arguments are those of examples/gpt3 (175B) and examples/llama (Llama 3 8B), written down without their scripts.
 """
