@@ -12,5 +12,5 @@ from megalaunch.schema import RunSpec
 
 def train_forked(spec: RunSpec, directory: RunDirectory, line: PhaseLine) -> tuple[Outcome, list[str]]:
     """Train by the real loop to the end (`phases.Train`)."""
-    end = run_loop(spec, directory.root)
+    end = run_loop(spec, directory.root, timeout=240)  # sixteen ranks with eight virtual stages each, on two cores
     return Outcome(int(end.exit_code), end.reason, end.step), [end.reason]

@@ -68,9 +68,13 @@ def ten_steps(folder: Path) -> RunSpec:
     )
 
 
-def run_loop(spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None) -> RunEnd:
+def run_loop(
+    spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None, timeout: float = 60
+) -> RunEnd:
     """Run on forked ranks, from the newest checkpoint to the end; all ranks have to end alike."""
-    code, reason, step = _same_on_all(run_ranks(Topology.from_spec(spec).world, _one_rank, spec, root, spoil))
+    code, reason, step = _same_on_all(
+        run_ranks(Topology.from_spec(spec).world, _one_rank, spec, root, spoil, timeout=timeout)
+    )
     return RunEnd(code, reason, step)
 
 

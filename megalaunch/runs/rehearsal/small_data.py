@@ -56,8 +56,8 @@ def prepare_small_data(spec: RunSpec, folder: Path) -> tuple[RunSpec, str]:
     text = prepare(corpus, TokenizerSpec(vocab_size=VOCABULARY), _say_nothing)
     tokenizer = TokenizerSpec(path=str(text.tokenizer_path))
     if spec.data.sft_data is not None:
-        template = "chatml" if data.chat_template == "tokenizer" else data.chat_template
-        chat = replace(data, sft_data=str(_write_conversations(folder)), chat_template=template)
+        # The other templates need tokens that a tokenizer trained on text does not have.
+        chat = replace(data, sft_data=str(_write_conversations(folder)), chat_template="plain")
         chat = replace(chat, validation_every=_VALIDATION_EVERY if spec.data.validation_every else 0)
         prepared, what = prepare(chat, tokenizer, _say_nothing), f"{_CONVERSATIONS} conversations"
     elif spec.data.blend or spec.data.train_prefix is not None:
