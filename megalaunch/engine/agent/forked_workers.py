@@ -25,7 +25,6 @@ def import_worker(module: str) -> Callable[[str], None]:
     worker = importlib.import_module(module)
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
     worker.load_train_body()
-    importlib.import_module("megalaunch.engine.run_rank")
     importlib.import_module("torch._dynamo")  # FSDP2 imports it with the first forward pass
 
     def run(spec_file: str) -> None:
