@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from megalaunch.launch.stop import StopSignals
     from megalaunch.rundir.outcome import ExitCode
 
+Rehearse = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="Play the run with small sizes on this machine's CPUs: train, resume, reshard, export, generate.",
+    ),
+]
+RehearsalDirectory = Annotated[
+    Path | None,
+    typer.Option("--run-dir", metavar="DIR", help="With --rehearse: a new directory, kept (default: a temporary one)."),
+]
+
 
 def train(
     overrides: Annotated[
@@ -32,17 +44,8 @@ def train(
     config_dir: ConfigDirs = None,
     cfg: Cfg = None,
     info: Info = None,
-    rehearse: Annotated[
-        bool,
-        typer.Option(
-            "--rehearse",
-            help="Play the run with small sizes on this machine's CPUs: train, resume, reshard, export, generate.",
-        ),
-    ] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With --rehearse: a new directory, kept (default: a temporary one)."),
-    ] = None,
+    rehearse: Rehearse = False,
+    run_dir: RehearsalDirectory = None,
 ) -> None:
     """Train a model: compose and check the run, prepare its data, launch the workers, show progress, summarize.
 
