@@ -139,9 +139,14 @@ class ParametersCommand(TyperCommand):
             rows = [(_name(parameter), parameter.help or "") for parameter in missing]
             lines = table_lines(rows)
             typed = shlex.join([*ctx.command_path.split(), *args])
+            lines += self.examples(args)
             lines.append(f"write:  {typed} {' '.join(name for name, _ in rows)}")
             ctx.fail("\n".join([f"{len(rows)} parameters are missing:", *lines]))
         return super().parse_args(ctx, args)
+
+    def examples(self, args: Sequence[str]) -> list[str]:
+        """Return lines with commands that work here as they stand; none by default."""
+        return []
 
     def _missing(self, ctx: Any, args: list[str]) -> list[Any]:
         given, _, _ = self.make_parser(ctx).parse_args(list(args))

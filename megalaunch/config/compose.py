@@ -220,6 +220,6 @@ def _locate(
     if incomplete or not missing:
         return located
     if not has_recipe:
-        message = "no recipe is given; add one, e.g. recipe=quickstart (`megalaunch recipes list` shows all)"
+        message = "no recipe is given; add one: recipe=quickstart works here (`megalaunch recipes list` shows all)"
         return [SpecProblem("recipe", message, COMMAND_LINE), *located]
     return [p for p in found if p.path in missing] + located

@@ -112,7 +112,7 @@ def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
     chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
     if chip != machine.chip.name and chip != "cpu":
         message = f"the run is for {chip}, but this machine has {_describe(machine)}"
-        return [Finding("platform.this_machine", "error", "platform.chip", message, fixes=("platform=auto",))]
+        return [Finding("platform.this_machine", "error", "platform.chip", message)]
     if chip != "cpu" and isinstance(wanted, int) and wanted > machine.devices:
         numbers = {"devices_per_node": wanted, "devices": machine.devices}
         message = f"the run needs {wanted} devices per node, but this machine has {_describe(machine)}"

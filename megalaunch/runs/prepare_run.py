@@ -86,6 +86,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     from megalaunch.plan.topology import Topology
     from megalaunch.runs.corpus_check import check_corpus
     from megalaunch.runs.errors import refuse
+    from megalaunch.runs.missing_devices import MISSING, refusal_text
 
     spec, stored = planned.spec, planned.state.stored
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated dtype
@@ -107,8 +108,9 @@ def _check(planned: PreparedRun, starts: bool) -> None:
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
         findings += incompatible_changes(spec, stored)
     if has_errors(findings):
-        text = findings_text([finding for finding in findings if finding.severity != "note"])
-        several = any(finding.rule == "launcher.multi_node" for finding in findings)
+        text = refusal_text(findings, spec, planned.machine, planned.composition.overrides)
+        rules = {finding.rule for finding in findings}
+        several = "launcher.multi_node" in rules and MISSING not in rules
         about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}
         code = ExitCode.DATA if about_data else ExitCode.CONFIGURATION
         refuse("\n".join([text, *(command_lines(planned) if several else [])]), code)

@@ -1,5 +1,8 @@
 """Usage errors: another program's options and command names are answered with what to type."""
 
+import re
+import shlex
+
 import pytest
 from typer.testing import CliRunner
 
@@ -122,3 +125,29 @@ def test_all_missing_parameters_are_reported_at_once(arguments, missing):
     assert f"{len(missing)} parameters are missing:" in text
     assert text.endswith(" ".join(missing))  # the whole command, to copy
     assert invoke(*arguments, "--help")[0] == 0
+
+
+@pytest.mark.parametrize("name", [None, "own text.txt"])
+def test_preprocess_without_arguments_shows_commands_that_work_here(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    if name:
+        (tmp_path / name).write_text("some words\n" * 99)
+    shown = run.invoke(app, ["preprocess"]).output
+    commands = [shlex.split(line) for line in shown.splitlines() if line.startswith("  megalaunch ")]
+    assert [command[1] for command in commands] == ["tokenizer", "preprocess"]
+    for command in commands:
+        code, text = invoke(*command[1:])
+        assert code == 0, text
+        assert name is None or name in command
+    assert "tokenizer train" not in run.invoke(app, ["preprocess"]).output  # there is one now
+
+
+def test_a_sweep_without_arguments_says_all_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text = invoke("sweep")
+    assert code == 2
+    assert "no override has several values" in text
+    assert "no recipe is given" in text
+    example = re.search(r"megalaunch sweep (recipe=quickstart \S+ \S+)", text)
+    assert example
+    assert invoke("sweep", *example[1].split(), "--dry-run")[0] == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.2, 10.0  # seconds between two progress lines
 _BAR = 24  # characters
+_SMALL_TOKENIZER = ("--output", "tokenizer.json", "--vocab-size", "512")
 
 
 class MegatronCommand(ParametersCommand):
@@ -41,6 +43,19 @@ class MegatronCommand(ParametersCommand):
         for text in rewritten.notes:
             _note(text)
         return super().parse_args(ctx, rewritten.arguments)
+
+    def examples(self, args: Sequence[str]) -> list[str]:
+        """Return an example for a call without arguments, with a text and a tokenizer that are here."""
+        return [] if args else example_commands(Path())
+
+
+def example_commands(folder: Path) -> list[str]:
+    """Return commands that work as typed in a folder: on its first text file, else on Python's license."""
+    texts = sorted(path.name for path in folder.iterdir() if path.suffix in (".txt", ".jsonl", ".md", ".parquet"))
+    text = texts[0] if texts else str(Path(os.__file__).with_name("LICENSE.txt"))
+    commands = [] if (folder / "tokenizer.json").is_file() else [["tokenizer", "train", text, *_SMALL_TOKENIZER]]
+    commands.append(["preprocess", text, "--output-prefix", "tokens", "--tokenizer", "tokenizer.json"])
+    return ["for example, here:", *(f"  {shlex.join(['megalaunch', *command])}" for command in commands)]
 
 
 preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -62,6 +62,9 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
     if not axes and not problems:
         message = "no override has several values, e.g. 'optimizer.lr=1e-4,3e-4' or 'parallel=tp1,tp2'"
         problems.append(_problem("sweep", f"{message}; start a single run with `megalaunch train`"))
+        if not overrides:
+            example = "for example, here: megalaunch sweep recipe=quickstart optimizer.lr=1e-3,3e-4 train.steps=20"
+            problems.append(_problem("recipe", f"no recipe is given; {example}"))
     if problems:
         raise ConfigError(problems)
     return SweepOverrides(tuple(overrides), axes)
