@@ -83,7 +83,13 @@ def test_what_a_checkpoint_holds(run: RunDirectory):
 
 
 def test_the_layout_is_told(run: RunDirectory):
-    layout = {"parallel.dp": 2, "parallel.tp": 2, "cluster.devices_per_node": 4, "batch.micro_batch_size": 1}
+    layout = {
+        "parallel.dp": 2,
+        "parallel.tp": 2,
+        "cluster.nodes": 1,
+        "cluster.devices_per_node": 4,
+        "batch.micro_batch_size": 1,
+    }
     path = run.checkpoint(30) / "spec.yaml"
     assert "  layout   unknown (not in its spec.yaml)" in call("inspect", run.checkpoint(30)).stdout
     write_spec(with_values(tiny_spec(), layout), path)

@@ -66,7 +66,7 @@ def test_what_cannot_be_is_refused(overrides, said):
 
 
 def test_an_open_vocabulary_is_named():
-    result = deep("recipe=tiny", "parallel=dp1")
+    result = deep("recipe=tiny", "parallel=dp1", "data.train_prefix=tokens")
     assert result.exit_code == 2
     assert "give it (model.vocab_size=N) or the data" in result.stderr
 
