@@ -20,6 +20,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def files(page: Path) -> dict[str, str]:
+    """The files that a page shows: YAML blocks that name one, which its commands read."""
+    text = page.read_text(encoding="utf-8")
+    return dict(re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
 def commands(page: Path) -> list[list[str]]:
     """The arguments after `scripts/run` or `megalaunch` in every sh block of a page."""
     found = []
@@ -35,7 +41,7 @@ ALL_COMMANDS = sorted({tuple(arguments) for page in PAGES for arguments in comma
 # docs/deep-plan.md, whose figures need torch, has a test of its own (test_deep_plan.py).
 TRANSCRIPTS = sorted(
     {
-        block
+        (page, block)
         for page in PAGES
         for block in blocks(page, "console")
         if block.startswith(("$ megalaunch validate", "$ megalaunch plan")) and " --deep " not in block
@@ -80,11 +86,16 @@ def test_commands_are_valid(arguments, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda text: text.splitlines()[0])
-def test_printed_output_is_real(transcript):
+@pytest.mark.parametrize(("page", "transcript"), TRANSCRIPTS, ids=[text.splitlines()[0] for _, text in TRANSCRIPTS])
+def test_printed_output_is_real(page, transcript, tmp_path):
+    for name, content in files(page).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
     command, _, printed = transcript.partition("\n")
-    done = call(shlex.split(command)[2:], ROOT)
-    said = (done.stdout + done.stderr).replace(f"{ROOT}/", "")  # pages name no checkout's place
+    done = call(shlex.split(command)[2:], tmp_path)
+    said = done.stdout + done.stderr
+    for folder in (ROOT, tmp_path):  # pages name no checkout's place
+        said = said.replace(f"{folder}/", "")
     assert printed.strip() in said
 
 
