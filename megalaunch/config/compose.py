@@ -60,10 +60,10 @@ def compose(overrides: Sequence[str]) -> Composition:
     return Composer().compose(overrides)
 
 
-def show_hydra(overrides: Sequence[str], show: Callable[[ConfigNodes, list[str]], None]) -> None:
-    """Let Hydra print its own view of a composition, such as its defaults tree; raises ConfigError with every problem.
+def with_hydra(overrides: Sequence[str], use: Callable[[ConfigNodes, list[str]], None]) -> None:
+    """Call `use` with the configs of a composition and its overrides in Hydra's grammar.
 
-    `show` is called with the configs and with the overrides in Hydra's grammar.
+    Raises ConfigError with every problem of the overrides and the files they name.
     """
     problems: list[SpecProblem] = []
     parsed = parse_overrides(overrides, problems)
@@ -71,7 +71,7 @@ def show_hydra(overrides: Sequence[str], show: Callable[[ConfigNodes, list[str]]
     files.read({}, {})
     if problems:
         raise ConfigError(problems)
-    show(files, [*_choice_overrides(files), *parsed.hydra, *parsed.texts])
+    use(files, [*_choice_overrides(files), *parsed.hydra, *parsed.texts])
 
 
 class Composer:

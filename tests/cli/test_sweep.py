@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 from megalaunch.config.compose import compose
 from megalaunch.launch.process import descendants, kill_all
+from megalaunch.plan.resolve import resolve
+from megalaunch.platform.detect import detect_machine
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.runs.sweep import run
 from megalaunch.runs.sweep.display import LogSweepDisplay
@@ -161,6 +163,30 @@ def test_without_optuna_tpe_names_the_extra(folder, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_launcher_plugin_of_hydra_runs_the_trials(folder):
+    """joblib's launcher runs them, two at once; a second call finds nothing to do."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    plugin = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    arguments = sweep_arguments(folder, "train.steps=2", "optimizer.lr=1e-2,1e-3", *plugin)
+    for launches in (1, 1):
+        done = invoke(*arguments, "--name", "s", "--json")
+        assert done.exit_code == 0, done.output
+        trials = json.loads(done.stdout)["trials"]
+        assert [trial["state"] for trial in trials] == ["done", "done"]
+        sweep = SweepFolder(folder / "sweeps" / "s")
+        assert [len(events_of(sweep.trial(number), "launch")) for number in (1, 2)] == [launches] * 2
+    assert "hydra" not in sweep.trial(1).overrides.read_text()
+    tree = invoke(*arguments, "--name", "t", "--sampler", "tpe", "--trials", "2")
+    assert (tree.exit_code, "learns from each trial" in tree.stderr) == (2, True)
+
+
+def test_a_launcher_plugin_that_is_not_installed(folder):
+    done = invoke(*sweep_arguments(folder, "optimizer.lr=1e-2,1e-3", "hydra/launcher=nowhere"), "--dry-run")
+    assert done.exit_code == 2
+    assert "hydra/launcher/nowhere" in done.output
+
+
+@pytest.mark.slow
 def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
     """Three points: one learns, one blows up after it has measured its speed, one cannot start."""
     arguments = sweep_arguments(folder, "optimizer.weight_decay=0", "train.steps=6", "optimizer.lr=1e-2,1e30,1e-3")
@@ -187,7 +213,7 @@ def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
 
     best = next(row for row in rows.values() if row["rank"] == "1")
     directory = f"run.directory={sweep.trial(int(best['trial'])).root}"
-    again = compose([f"recipe={sweep.best}", directory]).spec
+    again = resolve(compose([f"recipe={sweep.best}", directory]).spec, detect_machine(), None).spec
     frozen = read_spec(sweep.trial(int(best["trial"])).spec)
     assert (again.optimizer, again.parallel.dp, again.batch) == (frozen.optimizer, frozen.parallel.dp, frozen.batch)
     assert again.data.corpus == frozen.data.corpus

@@ -73,7 +73,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     ("overrides", "said"),
     [
         (["train.stepz=3"], "did you mean"),
-        (["+train.steps=3"], "omit the +"),
+        (["+experiment=big"], "unknown key"),
         (["optimizer.embedding_lr=1e-4"], "[engine.unsupported]"),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),

@@ -32,7 +32,7 @@ def show_composition(overrides: list[str], cfg: str | None, info: str | None) ->
     """Print what `--cfg` and `--info` ask for; return whether one of them is given."""
     if cfg is None and info is None:
         return False
-    from megalaunch.config.compose import show_hydra
+    from megalaunch.config.compose import with_hydra
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.hydra.api import print_config, print_info
     from megalaunch.plan.report import problems_text
@@ -40,9 +40,9 @@ def show_composition(overrides: list[str], cfg: str | None, info: str | None) ->
 
     try:
         if cfg is not None:
-            show_hydra(overrides, lambda nodes, texts: print_config(nodes, texts, cfg))
+            with_hydra(overrides, lambda nodes, texts: print_config(nodes, texts, cfg))
         if info is not None:
-            show_hydra(overrides, lambda nodes, texts: print_info(nodes, texts, info))
+            with_hydra(overrides, lambda nodes, texts: print_info(nodes, texts, info))
     except ConfigError as error:
         refuse(problems_text(error.problems))
     return True

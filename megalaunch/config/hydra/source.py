@@ -23,7 +23,11 @@ SERVED: ContextVar[ConfigNodes | None] = ContextVar("SERVED", default=None)
 
 
 class MegalaunchSource(ConfigSource):
-    """Serves the configs in `SERVED` under `megalaunch://`."""
+    """Serves the configs in `SERVED` under `megalaunch://`; it keeps them where a launcher plug-in sends it."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._served = SERVED.get()
 
     @staticmethod
     def scheme() -> str:
@@ -32,27 +36,25 @@ class MegalaunchSource(ConfigSource):
 
     def available(self) -> bool:
         """Return True in a composition of ours."""
-        return SERVED.get() is not None
+        return self._served is not None
 
     def is_group(self, config_path: str) -> bool:
         """Return True for a config group."""
-        served = SERVED.get()
-        return served is not None and bool(served.names(config_path.rstrip("/")))
+        return self._served is not None and bool(self._served.names(config_path.rstrip("/")))
 
     def is_config(self, config_path: str) -> bool:
         """Return True for a config, also one without a file: a layout name or a model folder."""
-        served = SERVED.get()
-        return served is not None and served.node(config_path) is not None
+        return self._served is not None and self._served.node(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of a group's configs."""
-        served = SERVED.get()
-        return sorted(served.names(config_path)) if served and results_filter is not ObjectType.GROUP else []
+        if self._served is None or results_filter is ObjectType.GROUP:
+            return []
+        return sorted(self._served.names(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a config as an OmegaConf container."""
-        served = SERVED.get()
-        node = served.node(config_path) if served else None
+        node = self._served.node(config_path) if self._served is not None else None
         assert node is not None, "Hydra asks is_config first"
         return ConfigResult(
             provider=self.provider,

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.config.errors import ConfigError
 from megalaunch.fs import write_file_atomically
 from megalaunch.launch.directory import RunDirectoryError, create_folders, decide, inspect_run, lock_run, unlock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.lock import RunLock, RunLocked
 from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
+from megalaunch.plan.report import problems_text
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import incompatible_changes
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
@@ -25,6 +27,7 @@ from megalaunch.runs.prepare_run import PreparedRun, prepare_data
 from megalaunch.runs.sweep.display import SweepDisplay, open_sweep_display
 from megalaunch.runs.sweep.folder import SweepFolderError, open_folder, record_started, started_trials
 from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
+from megalaunch.runs.sweep.plugin_trials import names_plugin, run_by_plugin
 from megalaunch.runs.sweep.report import counts, results_json, results_text
 from megalaunch.runs.sweep.results import TrialResult, draw_results, rank_results, read_result, write_results
 
@@ -44,7 +47,10 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
         try:
             lock = _lock_sweep(planned)
             try:
-                code = _TrialRunner(planned, stop, not as_json and output.isatty()).run()
+                if names_plugin(request.overrides.typed):
+                    code = _run_by_plugin(planned, stop)
+                else:
+                    code = _TrialRunner(planned, stop, not as_json and output.isatty()).run()
             finally:
                 lock.release()
         except StopBeforeLaunch as stopped:
@@ -60,6 +66,19 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
     typer.echo(f"error: no trial could be ranked; see the logs in the run directories below {folder.root}", err=True)
     failed = next((r.exit_code for r in results if r.exit_code in list(ExitCode) and r.exit_code), ExitCode.CRASH)
     return ExitCode(failed)
+
+
+def _run_by_plugin(planned: PlannedSweep, stop: StopSignals) -> ExitCode:
+    """Run all trials by a launcher plug-in of Hydra, which needs to know them before the first one starts."""
+    if planned.request.sampler == "tpe":
+        fail("--sampler tpe learns from each trial, and a launcher plug-in gets all at once\nfix:  --sampler random")
+    typer.echo("\n".join(counts(planned)))
+    stop.watching = False
+    try:
+        run_by_plugin(planned)
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    return stop.exit_code if stop.count else ExitCode.DONE
 
 
 def _all_reasons(planned: PlannedSweep) -> list[str]:
