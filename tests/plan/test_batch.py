@@ -109,7 +109,13 @@ def test_counting_by_stage_is_counting_step_by_step(ramp, steps):
 
 
 def test_an_open_micro_batch_fits_every_batch_of_a_ramp():
-    overrides = ("recipe=tiny", "data.corpus=x", "batch.micro_batch_size=null", "parallel.dp=2")
+    overrides = (
+        "recipe=tiny",
+        "data.corpus=x",
+        "batch.micro_batch_size=null",
+        "parallel.dp=2",
+        "batch.max_micro_batch_size=null",
+    )
     assert resolved(*overrides)[0].batch.micro_batch_size == 4
     assert resolved(*overrides, "batch.rampup_batch_size=0:4,1K:8")[0].batch.micro_batch_size == 2
     assert resolved(*overrides, "batch.rampup_batch_size=0:4,640:8")[0].data.num_samples == 5 * 4 + 15 * 8

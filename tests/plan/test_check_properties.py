@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_specs import H100_NODE, LAPTOP, resolved
 
-from megalaunch.config.compose import Origin, _plain_value, _text_value
+from megalaunch.config.compose import Origin
 from megalaunch.config.keys import schema_keys
+from megalaunch.config.overrides import parse_overrides
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import has_errors
 from megalaunch.plan.report import findings_text
@@ -18,7 +19,7 @@ from megalaunch.plan.resolve import resolve
 from megalaunch.plan.stages import MAX_LAYERS, build_stages
 from megalaunch.plan.summary import derived_values
 from megalaunch.plan.topology import Topology
-from megalaunch.schema import RunSpec, SpecError, with_values
+from megalaunch.schema import RunSpec, SpecError, SpecProblem, with_values
 from megalaunch.schema.paths import value_at
 
 BASE = {
@@ -92,10 +93,10 @@ def origins_of(spec: RunSpec) -> dict[str, Origin]:
 
 def value_of(override: str):
     """As the command line reads it."""
-    path, _, raw = override.partition("=")
-    value, problem = _text_value(path, raw) if schema_keys()[path].is_text else _plain_value(path, raw)
-    assert problem is None, override
-    return path, value
+    problems: list[SpecProblem] = []
+    (parsed,) = parse_overrides([override], problems).values
+    assert problems == [], override
+    return parsed.key, parsed.value
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,8 @@ LLAMA = 8_030_261_248
 
 @pytest.fixture(scope="module")
 def llama():
-    return resolved("recipe=llama3_8b", "parallel=dp", "batch.micro_batch_size=1")[0]
+    node = ("cluster.nodes=1", "cluster.devices_per_node=8")
+    return resolved("recipe=llama3_8b", "parallel=dp", "batch.micro_batch_size=1", *node)[0]
 
 
 def _with(spec, **values):

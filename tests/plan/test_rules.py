@@ -7,7 +7,7 @@ import pytest
 from made_specs import H100_NODE, LAPTOP, resolved
 from rule_cases import H100, TINY
 
-from megalaunch.config.compose import _plain_value
+from megalaunch.config.hydra.grammar import read_value
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding, as_json, as_override, has_errors, sort_findings
 from megalaunch.plan.rules.registry import RULES, Rule, Violation, rule
@@ -204,8 +204,7 @@ def test_a_fix_shows_every_digit_that_counts(value):
      ("it's", "é", ""), ("0.5 /a", "p:q@r"), (2, 4), ("a2a+p2p",), ("[a]", "{b}", "c=d", "$x")],
 )  # fmt: skip
 def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
-    value, problem = _plain_value("data.blend", as_override(items))
-    assert (value, problem) == (list(items), None)
+    assert read_value("data.blend", as_override(items)) == list(items)
 
 
 @pytest.mark.parametrize(

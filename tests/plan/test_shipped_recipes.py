@@ -144,8 +144,9 @@ def test_a_recipe_says_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_exchanging_sections_composes_what_hydra_composes(name):
-    assert COMPOSER.compose([f"recipe={name}"]) == compose([f"recipe={name}"])
+def test_a_composer_of_many_runs_composes_each_as_alone(name):
+    among_others, alone = COMPOSER.compose([f"recipe={name}"]), compose([f"recipe={name}"])
+    assert (among_others.spec, among_others.choices) == (alone.spec, alone.choices)
 
 
 def test_every_family_has_a_recipe_and_a_cpu_sized_twin():
