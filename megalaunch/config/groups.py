@@ -18,6 +18,7 @@ from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _MAX_SUGGESTIONS = 20  # each one searches all keys
+_GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(/[A-Za-z0-9][A-Za-z0-9_-]{0,99}){0,3}")
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # within the length limit of file names
 
 
@@ -47,7 +48,9 @@ def option_folders(further: Sequence[Path] = ()) -> list[Path]:
 
 
 def option_names(group: str, further: Sequence[Path] = ()) -> list[str]:
-    """Return the options of a config group that have a file, sorted."""
+    """Return the options of a config group that have a file, sorted; none for an invalid name."""
+    if not _GROUP_NAME.fullmatch(group):
+        return []
     found = {path.stem for folder in option_folders(further) for path in (folder / group).glob("*.yaml")}
     return sorted(found)
 

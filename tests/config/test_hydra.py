@@ -128,6 +128,11 @@ def test_own_groups_that_do_not_fit(folder):
     assert "unknown key" in " ".join(problems("+seeds=two").values())
 
 
+@pytest.mark.parametrize("group", ["../conf/experiment", "/etc", "x" * 5000, "a b", "experiment/../seeds"])
+def test_a_name_that_is_no_config_group_reads_no_folder(folder, group):
+    assert any("unknown key" in message for message in problems(f"+{group}=short").values())
+
+
 def test_an_application_that_uses_hydra_keeps_its_own():
     with initialize(config_path=None, version_base="1.3"):
         outer = GlobalHydra.instance().hydra

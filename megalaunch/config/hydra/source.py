@@ -29,6 +29,10 @@ class MegalaunchSource(ConfigSource):
         super().__init__(provider, path)
         self._served = SERVED.get()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> MegalaunchSource:
+        """Return the source itself: Hydra copies its sources, and the files' problems belong to one composition."""
+        return self
+
     @staticmethod
     def scheme() -> str:
         """Return the scheme of the search path's entry."""
