@@ -88,12 +88,12 @@ def _weight_pass_after(same: bool) -> tuple[int, float, bool, bool]:
     total = MatmulReduceScatterRing.apply(x.view_as(x), axis, weight.view_as(weight))
     first, other = (torch.randn(total.shape, generator=generator) for _ in range(2))
     torch.autograd.grad(total, x, first, retain_graph=True)
-    kept, second = total.grad_fn.kept is not None, first if same else other
+    kept, second = total.grad_fn.saved_dy is not None, first if same else other
     with Calls() as calls:
         (found,) = torch.autograd.grad(total, weight, second, retain_graph=True)
     whole = torch.cat(list(all_gather_async(second, 1, axis).wait()))
     error = (found - whole.T @ x.detach().flatten(0, 1)).abs().max().item()
-    return calls.seen["exchange"], error, kept, total.grad_fn.kept is not None
+    return calls.seen["exchange"], error, kept, total.grad_fn.saved_dy is not None
 
 
 @pytest.mark.parametrize(("same", "exchanges"), [(True, 0), (False, 1)])
