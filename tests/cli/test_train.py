@@ -110,13 +110,13 @@ def test_a_directory_that_cannot_be_made(folder):
     assert "/proc/run is not writable" in result.stderr
 
 
-def test_a_held_directory_names_its_holder_at_once(folder):
+def test_a_held_directory_names_its_holder_within_a_second(folder):
     directory = RunDirectory(folder / "run")
     lock = lock_run(directory)
     try:
         began = time.monotonic()
         result = invoke(*tiny_overrides(folder))
-        assert time.monotonic() - began < 10  # 0.5 s when idle; waiting for the holder would never end
+        assert time.monotonic() - began < 2  # a loaded test machine; 0.5 s when idle
     finally:
         lock.release()
     assert result.exit_code == 2
@@ -172,7 +172,9 @@ def test_a_whole_run_then_its_report_then_its_extension(folder):
     ):
         assert part in out, part
 
+    began = time.monotonic()
     code, out, err = train_tiny(folder)
+    assert time.monotonic() - began < 10
     assert (code, err) == (0, "")
     assert "This run is finished." in out
     assert len(events_of(directory, "launch")) == 1

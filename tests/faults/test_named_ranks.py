@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
-pytestmark = pytest.mark.waits
+pytestmark = pytest.mark.serial
 
 TIMEOUT = 12
 OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
@@ -64,11 +65,13 @@ def test_a_rank_that_dies_and_one_that_stalls(tmp_path, shared):
     with training(tmp_path, "parallel=tp2pp2", *OVERRIDES, shared=shared) as process:
         wait_until(lambda: 7 in steps_of(directory), 120)
         os.kill(read_progress(directory.progress(3)).pid, signal.SIGKILL)
-        died = wait_until(lambda: named(directory, "SIGKILL"), 60)
+        died = wait_until(lambda: named(directory, "SIGKILL"), TIMEOUT)
         assert (died["rank"], died["coordinates"]) == (3, "pp1 tp1")
         wait_until(lambda: max(steps_of(directory)) > 12, 120)
         os.kill(read_progress(directory.progress(2)).pid, signal.SIGSTOP)
+        began = time.monotonic()
         stalled = wait_until(lambda: named(directory, "hang"), 60)
+        assert time.monotonic() - began < TIMEOUT + 5
         assert (stalled["rank"], stalled["coordinates"]) == (2, "pp1 tp0")
         assert all(stacks_in(directory.rank_log(rank)) for rank in (0, 1, 3))
         _, err = process.communicate(timeout=300)

@@ -21,7 +21,7 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
-pytestmark = pytest.mark.waits
+pytestmark = pytest.mark.serial
 
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 STEPS = 60  # two seconds of steps: time enough to strike in the middle
@@ -110,7 +110,9 @@ def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed
     with training(tmp_path, *overrides, shared=shared) as process:
         wait_until(lambda: 12 in steps_of(directory), 60)
         os.kill(read_progress(directory.progress(1)).pid, signal.SIGSTOP)
-        wait_until(lambda: events_of(directory, "worker_failed"), 60)
+        began = time.monotonic()
+        wait_until(lambda: events_of(directory, "worker_failed"), 15)
+        assert time.monotonic() - began < 10
         _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     failed = events_of(directory, "worker_failed")[0]
@@ -126,7 +128,7 @@ def test_a_stopped_process_is_found_in_15_seconds_without_a_setting(tmp_path, sh
         os.kill(read_progress(directory.progress(1)).pid, signal.SIGSTOP)
         began = time.monotonic()
         (failed,) = wait_until(lambda: events_of(directory, "worker_failed"), 60)
-        assert 14 < time.monotonic() - began < 45  # 15 s, and an answer from the other rank of a busy machine
+        assert 14 < time.monotonic() - began < 30  # 15 s, and an answer from the other rank
     assert (failed["rank"], failed["exception"]) == (1, "hang")
 
 
@@ -194,7 +196,7 @@ def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
 
 
 def _kill_launchers(folder: Path, shared: Path, times: int, seed: int) -> list[str]:
-    """kill -9 the launcher at random moments; where its workers were. Nothing may outlive it for long."""
+    """kill -9 the launcher at random moments; where its workers were. Nothing may live 5 s longer."""
     directory, source, moments = RunDirectory(folder / "run"), random.Random(seed), []
     for _ in range(times):
         overrides = ("train.steps=100000", "checkpoint.interval=1", "train.validation_interval=7")
@@ -208,7 +210,9 @@ def _kill_launchers(folder: Path, shared: Path, times: int, seed: int) -> list[s
             where = read_progress(directory.progress(0))
             moments.append(where.phase if where and where.pid in tree else "loading")
             process.kill()
-            wait_until(lambda: not running(tree), 20)  # noqa: B023
+            began = time.monotonic()
+            wait_until(lambda: not running(tree), 5)  # noqa: B023
+            assert time.monotonic() - began < 5
     return moments
 
 
@@ -225,6 +229,6 @@ def test_nothing_outlives_a_killed_launcher(tmp_path, shared):
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_launcher_killed_ten_times(tmp_path, shared):
-    moments = _kill_launchers(tmp_path, shared, 10, seed=2)
+def test_nothing_outlives_a_launcher_killed_twenty_times(tmp_path, shared):
+    moments = _kill_launchers(tmp_path, shared, 20, seed=2)
     assert len(set(moments)) > 2, moments

@@ -24,7 +24,7 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import keep_credentials
 from megalaunch.schema.spec_file import write_spec
 
-pytestmark = pytest.mark.waits
+pytestmark = pytest.mark.serial
 
 LOOPBACK = ("127.0.0.1", "::1")
 

@@ -159,8 +159,10 @@ def test_a_stop_signal_is_passed_on(tmp_path, number, expected, event):
     with launched(tmp_path, tiny_spec(train__steps=10000, launcher__stop_grace_period=60.0)) as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         process.send_signal(number)
+        began = time.monotonic()
         _, err = process.communicate(timeout=30)
     assert process.returncode == expected
+    assert time.monotonic() - began < 5
     outcome = read_outcome(directory.outcome)
     assert outcome.exit_code == expected
     assert directory.checkpoint(outcome.step).is_dir()
@@ -178,7 +180,9 @@ def test_a_second_signal_ends_at_once(tmp_path):
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)  # half of the grace period
+        began = time.monotonic()
+        process.communicate(timeout=30)
+    assert time.monotonic() - began < 3
     assert process.returncode == 130
     assert running(worker_pids(directory)) == []
 

@@ -39,11 +39,11 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_a_second_one_is_refused_by_name_at_once(tmp_path, holder):
+def test_a_second_one_is_refused_by_name_within_a_second(tmp_path, holder):
     began = time.monotonic()
     with pytest.raises(RunLocked) as refused:
         RunLock(tmp_path / "lock")
-    assert time.monotonic() - began < 10  # at once, but on a busy machine; waiting for the holder would never end
+    assert time.monotonic() - began < 1
     year = time.strftime("%Y-")
     assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since {year}" in str(refused.value)
 
