@@ -167,7 +167,7 @@ def test_a_chip_without_a_usual_node_stays_open():
 
 
 SIXTEEN = replace(H100_NODE, devices=16)
-TWO_OF_EIGHT = Allocation("Slurm job", 2, 8, None, None)
+TWO_OF_EIGHT = Allocation("Slurm job", 2, 8)
 
 
 @pytest.mark.parametrize(

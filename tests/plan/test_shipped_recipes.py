@@ -105,7 +105,7 @@ def test_a_recipe_is_valid_where_it_may_run(name, machine):
     overrides = words_of(name, machine)
     if machine is H100_NODE:  # in an allocation of as many nodes as the recipe needs
         nodes = int(spec_on(LAPTOP, f"recipe={name}")[0].cluster.nodes)
-        machine = replace(H100_NODE, allocation=Allocation("Slurm job", nodes, 8, None, None))
+        machine = replace(H100_NODE, allocation=Allocation("Slurm job", nodes, 8))
     assert errors(machine, *overrides) == []
     assert Topology.from_spec(spec_on(machine, *overrides)[0]).microbatches >= 1
 
