@@ -95,8 +95,8 @@ class ConfigFiles:
         if group == "":
             return sorted({path.name for folder in self._group_folders() for path in folder.iterdir() if path.is_dir()})
         if group == "recipe" or group.startswith("recipe/"):
-            prefix = group.removeprefix("recipe").lstrip("/")
-            return [name.removeprefix(f"{prefix}/") for name in recipe_files() if name.startswith(prefix)]
+            prefix = f"{group}/".removeprefix("recipe/")
+            return [name.removeprefix(prefix) for name in recipe_files() if name.startswith(prefix)]
         return option_names(group, self.further)
 
     def node(self, path: str) -> ConfigNode | None:

@@ -24,8 +24,9 @@ def with_config_dirs(overrides: list[str] | None, folders: list[str] | None) -> 
     """Return the overrides, with the folders as Hydra's search path: a rerun of the overrides finds them too."""
     if not folders:
         return overrides or []
-    quoted = ", ".join("'" + folder.replace("'", "\\'") + "'" for folder in folders)
-    return [*(overrides or []), f"hydra.searchpath=[{quoted}]"]
+    from megalaunch.config.hydra.grammar import quoted
+
+    return [*(overrides or []), f"hydra.searchpath=[{', '.join(map(quoted, folders))}]"]
 
 
 def show_composition(overrides: list[str], cfg: str | None, info: str | None) -> bool:

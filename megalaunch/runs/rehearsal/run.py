@@ -88,7 +88,7 @@ def rehearse(prepared: PreparedRehearsal, run_dir: Path | None, overrides: list[
 
     Args:
         run_dir: the directory to create and keep; None: a temporary one, removed when all phases pass.
-        overrides: the words of the command, for the message of a failure.
+        overrides: as typed, for the message of a failure.
         stop: the stop signals of this process.
     """
     from megalaunch.runs.rehearsal.phases import PhaseFailed, Rehearsal, describe_layout, steps_of
