@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -77,6 +78,17 @@ def test_the_schema_is_a_structured_config():
         config.train.steps = "many"
     with pytest.raises(Exception, match="stepz"):
         config.train.stepz = 3
+
+
+def test_a_pickled_config_leaves_the_schema_alone():
+    """A launcher plug-in of Hydra sends configs to its workers and back; by cloudpickle, as joblib does."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    from megalaunch.config.hydra.structured import structured_run_spec
+
+    config = OmegaConf.structured(structured_run_spec())
+    assert b"_MISSING_TYPE" not in cloudpickle.dumps(config)
+    assert pickle.loads(cloudpickle.dumps(config)) == config
+    assert OmegaConf.structured(structured_run_spec()) == config
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,39 @@ from functools import cache, reduce
 from operator import or_
 from typing import Any, Literal, Union, get_args, get_origin
 
-from megalaunch.schema import RunSpec
+from megalaunch import schema
 from megalaunch.schema.build import resolve_annotations
 
 NAME = "run_spec"
 """The schema's name in Hydra's ConfigStore, and in the defaults list of conf/config.yaml."""
 
 
-@cache
 def structured_run_spec() -> type:
     """Return the dataclass of a run spec that OmegaConf understands."""
-    return _structured(RunSpec)
+    return _structured(schema.RunSpec)
 
 
+def __getattr__(name: str) -> type:
+    """Return the structured dataclass of a section by its name, so that a pickled config names its classes.
+
+    A launcher plug-in sends a trial's config to another process and back. cloudpickle sends a class that it cannot
+    import as a copy, and reading the copy back overwrites the fields of the class of this process.
+    """
+    section = _sections(schema.RunSpec).get(name)
+    if section is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _structured(section)
+
+
+def _sections(section: type) -> dict[str, type]:
+    found = {section.__name__: section}
+    for annotation in resolve_annotations(section).values():
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            found |= _sections(annotation)
+    return found
+
+
+@cache
 def _structured(section: type) -> type:
     made: list[tuple[str, Any, Any]] = []
     for entry in fields(section):
@@ -35,7 +55,9 @@ def _structured(section: type) -> type:
             made.append((entry.name, below, field(default_factory=below)))
         else:
             made.append((entry.name, _plain_type(annotation), _default(entry)))
-    return make_dataclass(section.__name__, made)
+    structured = make_dataclass(section.__name__, made)
+    structured.__module__ = __name__
+    return structured
 
 
 def _default(entry: Field[Any]) -> Any:
