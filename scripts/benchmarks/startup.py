@@ -64,6 +64,7 @@ ROWS: dict[str, tuple[list[str], float | None]] = {
     "megalaunch --version": (["--version"], None),
     "megalaunch --help": (["--help"], 0.25),
     "TAB after train recipe=ll": ([], 0.3),
+    "recipes list": (["recipes", "list"], 0.6),
     "validate-config recipe=quickstart": (["validate-config", "recipe=quickstart"], 0.6),
     "validate-config recipe=llama3_8b parallel=tp4pp4": (["validate-config", "recipe=llama3_8b", *LAYOUT], 0.6),
     f"validate-config {COMPOSED}": (["validate-config", COMPOSED], 0.6),

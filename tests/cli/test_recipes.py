@@ -1,12 +1,17 @@
 """`megalaunch recipes list|show|diff`."""
 
 import json
+import shutil
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from megalaunch.cli.recipes import index
+from megalaunch.cli.recipes.compose_rows import compose_rows
+from megalaunch.cli.recipes.index import list_rows, packaged_recipes
 from megalaunch.cli.recipes.recipes import app
+from megalaunch.cli.recipes.table import RecipeRow
 from megalaunch.config import groups
 from megalaunch.schema.yaml_file import load_yaml
 
@@ -50,11 +55,68 @@ def test_names_alone_need_no_composition(folder, monkeypatch):
     assert json.loads(run("list", "--names", "--json").stdout) == names
 
 
-def test_a_list_reads_each_option_file_once(folder, monkeypatch):
+def test_rows_of_many_recipes_read_each_option_file_once(folder, monkeypatch):
     read = []
     monkeypatch.setattr(groups, "load_yaml", lambda path, shown: read.append(path) or load_yaml(path, shown))
+    files = {name: path for name, path in packaged_recipes().items() if name.startswith("llama")}
+    assert all(row.parameters for row in compose_rows(files))
+    assert len(read) == len(set(read)) > 10
+
+
+def composed_names(monkeypatch):
+    """Return a list that gets the name of every recipe that a list composes."""
+    names = []
+
+    def compose(files):
+        names.extend(files)
+        return [RecipeRow(name, "composed") for name in files]
+
+    monkeypatch.setattr("megalaunch.cli.recipes.compose_rows.compose_rows", compose)
+    return names
+
+
+def test_a_list_composes_only_recipes_of_the_user(folder, monkeypatch):
+    names = composed_names(monkeypatch)
+    write(folder / "conf/model/mine.yaml", "num_layers: 2\n")
+    write(folder / "recipes/mine.yaml", "defaults:\n  - tiny\n  - _self_\n")
+    rows = list_rows()
+    assert names == ["mine"]
+    assert [row.name for row in rows] == sorted([*packaged_recipes(), "mine"])
+    assert [row.name for row in rows if row.summary == "composed"] == ["mine"]
+
+
+def test_packaged_recipes_alone_need_no_hydra(folder, monkeypatch):
+    for module in ("hydra", "omegaconf", "megalaunch.config.compose"):
+        monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     assert run("list").exit_code == 0
-    assert len(read) == len(set(read)) > 50
+
+
+@pytest.mark.parametrize("own", ["recipes/llama3_8b.yaml", "conf/model/llama3_8b.yaml", "conf/parallel/tp4.yaml"])
+def test_a_file_that_changes_a_packaged_recipe_has_all_composed(folder, monkeypatch, own):
+    names = composed_names(monkeypatch)
+    write(folder / own, "defaults:\n  - _self_\n")
+    assert {row.summary for row in list_rows()} == {"composed"}
+    assert set(names) == set(packaged_recipes())
+
+
+@pytest.mark.parametrize("changed", ["PACKAGED", "CONF", "_SCHEMA"])
+def test_an_index_of_other_files_is_not_used(folder, monkeypatch, changed):
+    copy = shutil.copytree(getattr(index, changed), folder / "copy")
+    first = min(path for path in copy.rglob("*.*") if path.suffix in (".yaml", ".py"))
+    monkeypatch.setattr(index, changed, copy)
+    assert index.indexed_rows()  # the same bytes elsewhere
+    first.write_text(first.read_text() + "\n")
+    assert index.indexed_rows() == {}
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"rows": []}'])
+def test_an_unreadable_index_is_not_used(folder, monkeypatch, text):
+    names = composed_names(monkeypatch)
+    monkeypatch.setattr(index, "INDEX", folder / "recipes.json")
+    if text is not None:
+        (folder / "recipes.json").write_text(text)
+    list_rows()
+    assert set(names) == set(packaged_recipes())
 
 
 def test_list_as_json(folder):

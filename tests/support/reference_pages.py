@@ -1,4 +1,4 @@
-"""The generated pages under docs/reference and what writes each; `scripts/reference` runs this file.
+"""The generated files under docs/reference and what writes each; `scripts/reference` runs this file.
 
 To add a page: a function in megalaunch/cli/reference/ that gives its text, and a line in PAGES.
 """
@@ -13,7 +13,7 @@ from paths import ROOT
 from rule_cases import CASES, Case, findings_of
 
 from megalaunch.cli.reference.configuration import configuration_page
-from megalaunch.cli.reference.recipes import recipes_page
+from megalaunch.cli.reference.recipes import recipes_index, recipes_page
 from megalaunch.cli.reference.rules import Example, rules_page
 from megalaunch.config.errors import ConfigError
 
@@ -40,6 +40,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/rules.md": rules,
     "docs/reference/configuration.md": configuration_page,
     "docs/reference/recipes.md": recipes_page,
+    "docs/reference/recipes.json": recipes_index,
 }
 
 

@@ -33,11 +33,11 @@ def list_recipes(
         return
     from dataclasses import asdict
 
-    from megalaunch.cli.recipes.table import recipe_rows, rows_text
+    from megalaunch.cli.recipes.index import list_rows
+    from megalaunch.cli.recipes.table import rows_text
     from megalaunch.config.groups import display_path
-    from megalaunch.platform.detect import detect_machine
 
-    rows = recipe_rows(recipe_files(), detect_machine())
+    rows = list_rows()
     typer.echo(json.dumps([asdict(row) for row in rows], indent=2) if as_json else rows_text(rows))
     typer.echo(f"from: {', '.join(display_path(folder) for folder in recipe_folders())}", err=True)
 

@@ -1,14 +1,14 @@
-"""Write docs/reference/recipes.md: model, devices, layout and batch of every packaged recipe."""
+"""Write docs/reference/recipes.md: model, devices, layout and batch of every packaged recipe, and their index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
-from megalaunch.cli.recipes.table import RecipeRow, recipe_rows
-from megalaunch.config.recipes import PACKAGED
+from megalaunch.cli.recipes.compose_rows import compose_rows
+from megalaunch.cli.recipes.index import index_text, packaged_recipes
+from megalaunch.cli.recipes.table import RecipeRow
 from megalaunch.format.numbers import format_short_count
-from megalaunch.platform.chips import CHIPS
-from megalaunch.platform.detect import Machine
 
 _HEAD = """\
 # Recipes
@@ -21,17 +21,25 @@ Each recipe is a complete run: `megalaunch train recipe=NAME`. `megalaunch recip
 for a mixture of experts the active parameters per token are listed too. [models](../models.md) describes how they
 are counted.
 """
-_LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
 
 
 def recipes_page() -> str:
-    """Return the page's text; values that depend on the machine are left out."""
-    files = {path.relative_to(PACKAGED).with_suffix("").as_posix(): path for path in PACKAGED.rglob("*.yaml")}
-    rows = recipe_rows(dict(sorted(files.items())), _LAPTOP)
+    """Return the page's text."""
+    rows = _rows()
     lines = [_HEAD]
     for title, needs_device in (("For accelerators", True), ("For any machine", False)):
         lines += [f"## {title}", "", *_table([row for row in rows if (row.devices is not None) is needs_device]), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def recipes_index() -> str:
+    """Return the index of the packaged recipes, which `recipes list` reads."""
+    return index_text(_rows())
+
+
+@cache
+def _rows() -> list[RecipeRow]:
+    return compose_rows(packaged_recipes())
 
 
 def _table(rows: list[RecipeRow]) -> Iterator[str]:
