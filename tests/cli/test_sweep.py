@@ -112,6 +112,34 @@ def test_what_is_wrong_at_every_point_is_said_once(folder):
     assert not (folder / "sweeps").exists()
 
 
+MOCK = "no training data is given, so the run trains on mock tokens"
+
+
+def test_a_warning_of_all_points_is_said_once(folder, monkeypatch):
+    words = ("recipe=tiny", "platform=cpu", "parallel=dp1", "train.steps=1", "train.steps=2")
+    for more in (
+        ("optimizer.lr=1e-3,2e-3",),
+        ("optimizer.lr=interval(1e-4,1e-3)", "--sampler", "tpe", "--trials", "2"),
+    ):
+        shown = " ".join(invoke("--dry-run", *words, *more).stdout.split())
+        assert shown.count(MOCK) == 1
+        assert shown.count("is set 2 times") == 1
+    data = json.loads(invoke("--dry-run", "--json", *words, "optimizer.lr=1e-3,2e-3").stdout)
+    assert [finding["rule"] for finding in data["warnings"]] == ["data.mock", "config.schema"]
+
+    monkeypatch.setattr(run._TrialRunner, "_trial", lambda self, point: None)  # no trial runs
+    for more in (
+        ("optimizer.lr=1e-3,2e-3",),
+        ("optimizer.lr=interval(1e-4,1e-3)", "--sampler", "tpe", "--trials", "2"),
+    ):
+        assert " ".join(invoke(*words, *more, f"--name=of{len(more)}").output.split()).count(MOCK) == 1
+    assert MOCK not in invoke("--dry-run", *sweep_arguments(folder, "optimizer.lr=1e-3,2e-3")).stdout
+
+
+def test_a_warning_of_some_points_is_not_said_of_all(folder):
+    assert MOCK not in invoke("--dry-run", "recipe=tiny", "data.mock=true,null").stdout
+
+
 def test_trials_bounds_what_runs(folder):
     result = invoke("--dry-run", "--json", "--trials", "2", *sweep_arguments(folder, "optimizer.lr=1e-3,2e-3,3e-3"))
     assert [point["runs"] for point in json.loads(result.stdout)["points"]] == [True, True, False]

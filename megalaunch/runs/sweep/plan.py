@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.search_space import Values
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
+from megalaunch.plan.report import problems_as_findings
 from megalaunch.plan.resolve import machine_mismatch, resolve
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.platform.detect import Machine, detect_machine
@@ -28,13 +29,14 @@ _DRAWS_PER_TRIAL = 20  # draws per requested trial, invalid points included
 
 @dataclass(frozen=True)
 class ValidatedPoint:
-    """One point: its resolved spec and composition, or the findings for which it is skipped."""
+    """One point: its resolved spec and composition with warnings, or the findings for which it is skipped."""
 
     number: int
     values: Values
     spec: RunSpec | None
     composition: Composition | None
     reasons: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
 
     @property
     def is_valid(self) -> bool:
@@ -71,11 +73,12 @@ class PointValidator:
         try:
             composition = self._composer.compose([*self._overrides.point(values), *named])
         except ConfigError as error:
-            reasons = [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
-            return ValidatedPoint(number, values, None, None, tuple(reasons))
-        spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
+            return ValidatedPoint(number, values, None, None, tuple(problems_as_findings(error.problems)))
+        resolution = resolve(composition.spec, self._machine, composition.choices.get("recipe"))
+        spec = resolution.spec
         with suggestions_disabled():  # a sweep tries other values anyway
             findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
+        findings += [*resolution.notes, *problems_as_findings(composition.repeated, "warning")]
         findings += self._corpus_reason(spec, composition)
         if self._starts:
             findings += machine_mismatch(spec, self._machine)
@@ -84,7 +87,8 @@ class PointValidator:
         errors = [finding for finding in findings if finding.severity == "error"]
         if not errors:
             errors = [finding for finding in (self._duplicate_reason(number, spec),) if finding]
-        return ValidatedPoint(number, values, spec, composition, tuple(errors))
+        warnings = tuple(finding for finding in findings if finding.severity == "warning")
+        return ValidatedPoint(number, values, spec, composition, tuple(errors), warnings)
 
     def _corpus_reason(self, spec: RunSpec, composition: Composition) -> list[Finding]:
         """Return the findings about the corpus; checked once, since most points share it."""
@@ -126,12 +130,17 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """The points known before the start; tpe proposes its own during the sweep, validated by the same `validator`."""
+    """The points known before the start; tpe proposes its own during the sweep, validated by the same `validator`.
+
+    Attributes:
+        sample: for tpe, a random point, which does not run; its warnings are shown before the start.
+    """
 
     request: Request
     machine: Machine
     validator: PointValidator
     points: list[ValidatedPoint] = field(default_factory=list)
+    sample: ValidatedPoint | None = None
 
     @property
     def runnable(self) -> list[ValidatedPoint]:
@@ -146,11 +155,12 @@ class PlannedSweep:
     @property
     def shared(self) -> tuple[Finding, ...]:
         """Findings common to all points, so not caused by a swept override; none if there is only one point."""
-        if len(self.points) < 2:
-            return ()
-        occurrences = Counter((finding.rule, finding.message) for point in self.points for finding in point.reasons)
-        first = self.points[0].reasons
-        return tuple(finding for finding in first if occurrences[finding.rule, finding.message] == len(self.points))
+        return _common([point.reasons for point in self.points]) if len(self.points) > 1 else ()
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Warnings common to all points that run."""
+        return _common([point.warnings for point in self.runnable or filter(None, [self.sample])])
 
     @property
     def reasons(self) -> Counter[str]:
@@ -158,12 +168,20 @@ class PlannedSweep:
         return Counter(rule for point in self.skipped for rule in {finding.rule for finding in point.reasons})
 
 
+def _common(findings: Sequence[Sequence[Finding]]) -> tuple[Finding, ...]:
+    """Return the findings that every point has."""
+    known = [{(finding.rule, finding.message) for finding in of_point} for of_point in findings]
+    first = findings[0] if findings else ()
+    return tuple(finding for finding in first if all((finding.rule, finding.message) in each for each in known))
+
+
 def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
     """Validate the points: of the full grid, or random ones until enough are valid. For tpe: only in a dry run."""
     machine = detect_machine()
     planned = PlannedSweep(request, machine, PointValidator(request.overrides, request.folder, machine, starts))
-    if request.sampler == "tpe" and starts:
-        return planned  # tpe proposes its points during the sweep
+    if request.sampler == "tpe" and starts:  # tpe proposes its points during the sweep
+        sampler = PointValidator(request.overrides, request.folder, machine, starts)  # `validator` must not know it
+        return replace(planned, sample=sampler.validate(1, next(_points(request))))
     wanted = request.trials if request.sampler != "grid" else None
     found = 0
     for number, values in enumerate(_points(request), 1):

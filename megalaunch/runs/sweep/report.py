@@ -8,6 +8,7 @@ from typing import Any
 
 from megalaunch.format.table import table_lines
 from megalaunch.plan.findings import Finding, as_json
+from megalaunch.plan.report import finding_block
 from megalaunch.runs.sweep.display import figures, label
 from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
 from megalaunch.runs.sweep.results import TrialResult, rank_results, unranked_reason
@@ -43,14 +44,15 @@ def _truncate(line: str) -> str:
 
 
 def counts(planned: PlannedSweep) -> list[str]:
-    """Return how many points run, and how many each rule excludes."""
+    """Return the warnings, how many points run, and how many each rule excludes."""
     request = planned.request
+    warnings = [line for finding in planned.warnings for line in (finding_block(finding), "")]
     ranking = f"each in a run directory below {request.folder.root}, ranked by {request.metric}"
     if request.sampler == "tpe" and not planned.points:
-        return [f"tpe proposes {request.trials} points during the sweep", ranking]
+        return [*warnings, f"tpe proposes {request.trials} points during the sweep", ranking]
     total = len(planned.points)
     points = f"{total} point{'s' if total != 1 else ''}"
-    lines = [f"{points}: {len(planned.runnable)} to run, {len(planned.skipped)} skipped"]
+    lines = [*warnings, f"{points}: {len(planned.runnable)} to run, {len(planned.skipped)} skipped"]
     lines += [f"  all points: {finding.rule}: {finding.message}" for finding in planned.shared]
     if planned.reasons:
         lines += table_lines(((str(count), rule) for rule, count in planned.reasons.most_common()), right=(0,))
@@ -85,6 +87,7 @@ def _head(planned: PlannedSweep) -> dict[str, Any]:
         "metric": request.metric,
         "to_run": len(planned.runnable),
         "skipped": len(planned.skipped),
+        "warnings": [as_json(finding) for finding in planned.warnings],
     }
 
 
