@@ -19,7 +19,8 @@ class LayerParameters:
 
     `attention`, `dense_mlp` and `shared_experts` are sharded over tp (keys and values over at most as many ranks as
     there are query groups), `routed_experts` over ep x etp. `latent` (the down projections of latent attention),
-    `router`, `norms` and `mtp_projection` are replicated on every tensor-parallel rank.
+    `router` (with the gate of shared experts), `norms` and `mtp_projection` are replicated on every tensor-parallel
+    rank.
     """
 
     attention: int = 0
@@ -128,7 +129,7 @@ def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
     if layer.experts and moe.num_experts is not None:
         routed = moe.num_experts * mlp_parameters(model, moe.ffn_hidden_size or model.ffn_hidden_size)
         shared = mlp_parameters(model, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
-        router = moe.num_experts * (hidden + model.moe.router_bias)
+        router = moe.num_experts * (hidden + model.moe.router_bias) + model.moe.shared_expert_gate * hidden
     else:
         dense = mlp_parameters(model, model.ffn_hidden_size)
     norms = 4 if model.norm_placement == "both" else 2

@@ -7,6 +7,9 @@ from typing import Literal
 
 from megalaunch.schema.setting import setting
 
+ScoreFunction = Literal["softmax", "sigmoid"]
+RouterDtype = Literal["fp32", "fp64", "bf16"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
@@ -18,15 +21,16 @@ class MoESpec:
         None, "Intermediate size of one expert; null: model.ffn_hidden_size.", minimum=1
     )
     shared_ffn_hidden_size: int = setting(0, "Total intermediate size of the shared experts; 0: none.", minimum=0)
+    shared_expert_gate: bool = setting(
+        False, "Multiply the output of the shared experts by a sigmoid gate, as in Qwen2-MoE."
+    )
     first_k_dense_replace: int = setting(0, "Number of first layers with a dense feed-forward block.", minimum=0)
     layer_freq: int = setting(1, "After the dense layers, every n-th layer has experts.", minimum=1)
-    score: Literal["softmax", "sigmoid"] = setting(
-        "softmax", "Score function that turns router logits into expert weights."
-    )
+    score: ScoreFunction = setting("softmax", "Score function that turns router logits into expert weights.")
     normalize_top_k: bool = setting(True, "Normalize the weights of a token's experts to a sum of 1.")
     scaling_factor: float = setting(1.0, "Factor applied to the expert weights.", minimum=0)
     router_bias: bool = setting(False, "The router projection has a bias.")
-    router_dtype: Literal["fp32", "fp64", "bf16"] = setting("fp32", "Dtype in which the router computes.")
+    router_dtype: RouterDtype = setting("fp32", "Dtype in which the router computes.")
     balance_bias: bool = setting(
         False, "Balance load by a bias on the expert selection, updated without a gradient (aux-loss-free)."
     )

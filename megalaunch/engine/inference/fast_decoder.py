@@ -18,6 +18,7 @@ from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
 from megalaunch.engine.model.layers import Linear, ShardedRMSNorm
 from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.rope import RopeCache, apply_rope, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP
 from megalaunch.kernels.small_batch_linear import SmallBatchLinear
@@ -82,15 +83,16 @@ class _FastLayer:
         # Bound once: each lookup and each call of a module takes microseconds of Python.
         self._attention_norm, self._mlp_norm = layer.attention_norm.forward, layer.mlp_norm.forward
         self._attention_out_norm, self._mlp_out_norm = layer.attention_out_norm, layer.mlp_out_norm
-        self._attention, self._mlp = _FastAttention(layer.attention), _FastMLP(layer.mlp)
+        self._attention = _FastAttention(layer.attention)
+        self._mlp = _FastMLP(layer.mlp) if isinstance(layer.mlp, MLP) else _FastMoE(layer.mlp)
 
     def __call__(
         self, x_RH: Tensor, batch: int, rotation: RopeCache | None, attend: AttentionFn, layer_cache: LayerKVCache
     ) -> Tensor:
         attended_RF = self._attention(self._attention_norm(x_RH), batch, rotation, attend, layer_cache)
         between_RH = _add_residual(x_RH, attended_RF, self._attention.o_proj, self._attention_out_norm)
-        activated_RF = self._mlp(self._mlp_norm(x_RH if self._parallel else between_RH))
-        return _add_residual(between_RH, activated_RF, self._mlp.down_proj, self._mlp_out_norm)
+        normed_RH = self._mlp_norm(x_RH if self._parallel else between_RH)
+        return self._mlp.add_to(between_RH, normed_RH, self._mlp_out_norm)
 
 
 def _add_residual(residual_RH: Tensor, x_RF: Tensor, projection: FusedLinear, norm: nn.Module) -> Tensor:
@@ -103,11 +105,23 @@ class _FastMLP:
     def __init__(self, mlp: MLP) -> None:
         self._mlp = mlp
         self._up_proj = FusedLinear(mlp.up_proj) if mlp.gate_proj is None else FusedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = FusedLinear(mlp.down_proj)
+        self._down_proj = FusedLinear(mlp.down_proj)
 
-    def __call__(self, x_RH: Tensor) -> Tensor:
-        """Return the input [R, F] of the down projection."""
-        return self._mlp.activation(*torch.split_with_sizes(self._up_proj(x_RH), self._up_proj.sizes, dim=-1))
+    def add_to(self, residual_RH: Tensor, x_RH: Tensor, out_norm: nn.Module) -> Tensor:
+        """Return the residual stream plus the block's normed output."""
+        entered = torch.split_with_sizes(self._up_proj(x_RH), self._up_proj.sizes, dim=-1)
+        return _add_residual(residual_RH, self._mlp.activation(*entered), self._down_proj, out_norm)
+
+
+class _FastMoE:
+    """A mixture of experts: few rows for each expert, so that nothing is gained by other forms of its matmuls."""
+
+    def __init__(self, moe: MoELayer) -> None:
+        self._moe = moe
+
+    def add_to(self, residual_RH: Tensor, x_RH: Tensor, out_norm: nn.Module) -> Tensor:
+        """Return the residual stream plus the block's normed output."""
+        return residual_RH + out_norm(self._moe.feed_forward(x_RH[None])[0])
 
 
 class _FastAttention:

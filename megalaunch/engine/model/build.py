@@ -10,13 +10,16 @@ from megalaunch.engine.model.config import (
     DecoderConfig,
     LayerConfig,
     MLPConfig,
+    MoEConfig,
     NormConfig,
     RopeConfig,
 )
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.plan.layers import Layer, list_layers
 from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.moe import MoESpec
 from megalaunch.schema.rope import RopeSpec
 
 
@@ -25,6 +28,7 @@ def build_decoder(
     tp_region: TPRegion = NO_TP,
     context: ContextParallelism = NO_CP,
     block_dtype: torch.dtype | None = None,
+    dispatcher: TokenDispatcher | None = None,
 ) -> Decoder:
     """Build the decoder of a resolved model section on the default device (usually meta).
 
@@ -33,8 +37,9 @@ def build_decoder(
         tp_region: the tensor-parallel region that all modules share.
         context: the context parallelism of the attention layers.
         block_dtype: as `Decoder`'s.
+        dispatcher: as `Decoder`'s.
     """
-    return Decoder(make_decoder_config(model), tp_region, context, block_dtype)
+    return Decoder(make_decoder_config(model), tp_region, context, block_dtype, dispatcher)
 
 
 def make_decoder_config(model: ModelSpec) -> DecoderConfig:
@@ -47,12 +52,8 @@ def make_decoder_config(model: ModelSpec) -> DecoderConfig:
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         attention=_attention(model),
-        mlp=MLPConfig(
-            width=model.ffn_hidden_size,
-            activation=model.activation,
-            clamp=model.swiglu_limit,
-            bias=model.mlp_bias,
-        ),
+        mlp=_mlp(model, model.ffn_hidden_size),
+        moe=_moe(model),
         norm=NormConfig(model.norm_epsilon, layer=model.norm == "layernorm", zero_centered_gamma=model.norm_plus_one),
         norm_placement=model.norm_placement,
         parallel_residual=model.parallel_residual,
@@ -88,14 +89,40 @@ def _attention(model: ModelSpec) -> AttentionConfig:
     )
 
 
+def _mlp(model: ModelSpec, width: int) -> MLPConfig:
+    return MLPConfig(width=width, activation=model.activation, clamp=model.swiglu_limit, bias=model.mlp_bias)
+
+
+def _moe(model: ModelSpec) -> MoEConfig | None:
+    moe: MoESpec = model.moe
+    if moe.num_experts is None:
+        return None
+    return MoEConfig(
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        expert=_mlp(model, moe.ffn_hidden_size or model.ffn_hidden_size),
+        shared_experts=_mlp(model, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else None,
+        shared_expert_gate=moe.shared_expert_gate,
+        score=moe.score,
+        normalize_top_k=moe.normalize_top_k,
+        scaling_factor=moe.scaling_factor,
+        router_bias=moe.router_bias,
+        router_dtype=moe.router_dtype,
+        balance_bias=moe.balance_bias,
+        num_groups=moe.num_groups,
+        top_k_groups=moe.top_k_groups,
+    )
+
+
 def _layer(model: ModelSpec, layer: Layer) -> LayerConfig:
-    """Convert one layer: its sliding window, and its RoPE (None for a layer without rotary embedding)."""
+    """Convert one layer: its sliding window, its RoPE (None for a layer without rotary embedding), and its experts."""
     if not layer.rotated:
-        return LayerConfig(layer.window, None)
+        return LayerConfig(layer.window, None, layer.experts)
     width = round(resolve_head_dim(model) * model.rope.fraction)
     if layer.window is not None and model.rope.window_theta is not None:
-        return LayerConfig(layer.window, RopeConfig(theta=model.rope.window_theta, rotary_dim=width))
-    return LayerConfig(layer.window, _rope(model.rope, width))
+        rope = RopeConfig(theta=model.rope.window_theta, rotary_dim=width)
+        return LayerConfig(layer.window, rope, layer.experts)
+    return LayerConfig(layer.window, _rope(model.rope, width), layer.experts)
 
 
 def _rope(rope: RopeSpec, width: int) -> RopeConfig:

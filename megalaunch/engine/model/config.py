@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.schema.model import Activation
+from megalaunch.schema.moe import RouterDtype, ScoreFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,14 @@ class NormConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Settings that differ between layers: sliding window in tokens (None: full attention) and RoPE (None: without)."""
+    """Settings that differ between layers: sliding window in tokens (None: full attention) and RoPE (None: without).
+
+    `experts`: the feed-forward block is a mixture of experts.
+    """
 
     window: int | None
     rope: RopeConfig | None
+    experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,28 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts. `expert` is the block of one expert, `shared_experts` the one block that every token passes.
+
+    The other fields are those of `model.moe`; schema/moe.py documents them.
+    """
+
+    num_experts: int
+    top_k: int
+    expert: MLPConfig
+    shared_experts: MLPConfig | None = None
+    shared_expert_gate: bool = False
+    score: ScoreFunction = "softmax"
+    normalize_top_k: bool = True
+    scaling_factor: float = 1.0
+    router_bias: bool = False
+    router_dtype: RouterDtype = "fp32"
+    balance_bias: bool = False
+    num_groups: int | None = None
+    top_k_groups: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The whole decoder. `learned_positions`: rows of the learned position embedding; None: there is none."""
 
@@ -83,6 +110,7 @@ class DecoderConfig:
     vocab_size: int
     attention: AttentionConfig
     mlp: MLPConfig
+    moe: MoEConfig | None = None
     norm: NormConfig
     norm_placement: str = "pre"
     parallel_residual: bool = False

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.attention import Attention, KVCache, LayerKVCache
 from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism, softcap
-from megalaunch.engine.model.config import DecoderConfig, RopeConfig
+from megalaunch.engine.model.config import DecoderConfig, LayerConfig, RopeConfig
 from megalaunch.engine.model.dropout import (
     NO_DROPOUT,
     DropoutMask,
@@ -25,6 +25,8 @@ from megalaunch.engine.model.dropout import (
 )
 from megalaunch.engine.model.layers import Embedding, Linear, Norm, SavePolicy, save_activations
 from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.moe.dispatcher import LocalDispatcher, TokenDispatcher
+from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
@@ -38,7 +40,13 @@ class DecoderLayer(nn.Module):
     Norms are applied to the inputs of both blocks (`norm_placement` pre), to their outputs (post), or to both.
     """
 
-    def __init__(self, config: DecoderConfig, tp_region: TPRegion) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        tp_region: TPRegion,
+        dispatcher: TokenDispatcher | None = None,
+    ) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
         self.save_policy: SavePolicy = save_activations
@@ -47,7 +55,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config.hidden_size, config.attention, config.norm, tp_region)
         self.attention_out_norm = _norm(config, after)
         self.mlp_norm = _norm(config, before)
-        self.mlp = MLP(config.hidden_size, config.mlp, tp_region)
+        self.mlp = _feed_forward(config, layer, tp_region, dispatcher)
         self.mlp_out_norm = _norm(config, after)
 
     def forward(
@@ -76,6 +84,15 @@ class DecoderLayer(nn.Module):
         residual = x_BSH + _maybe_dropout(self.attention_out_norm(attention_out), dropout_masks.attention_output)
         mlp_out = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else residual)))
         return residual + _maybe_dropout(mlp_out, dropout_masks.mlp_output)
+
+
+def _feed_forward(
+    config: DecoderConfig, layer: LayerConfig, tp_region: TPRegion, dispatcher: TokenDispatcher | None
+) -> MLP | MoELayer:
+    if config.moe is None or not layer.experts:
+        return MLP(config.hidden_size, config.mlp, tp_region)
+    dispatcher = LocalDispatcher(config.moe.num_experts) if dispatcher is None else dispatcher
+    return MoELayer(config.hidden_size, config.moe, tp_region, dispatcher)
 
 
 VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
@@ -107,6 +124,7 @@ class Decoder(nn.Module):
         tp_region: Tensor parallelism.
         context: Context parallelism.
         block_dtype: The dtype of the blocks if the residual stream is fp32; None: the stream has the blocks' dtype.
+        dispatcher: Brings tokens to their experts; None: this rank holds all experts.
     """
 
     def __init__(
@@ -115,6 +133,7 @@ class Decoder(nn.Module):
         tp_region: TPRegion = NO_TP,
         context: ContextParallelism = NO_CP,
         block_dtype: torch.dtype | None = None,
+        dispatcher: TokenDispatcher | None = None,
     ) -> None:
         super().__init__()
         self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, block_dtype
@@ -124,7 +143,12 @@ class Decoder(nn.Module):
         self.embedding: Embedding | None = Embedding(
             self.vocabulary_rows, config.hidden_size, config.learned_positions, config.embedding_scale
         )
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, tp_region) for index in range(config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {
+                str(index): DecoderLayer(config, layer, tp_region, dispatcher)
+                for index, layer in enumerate(config.layers)
+            }
+        )
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
         self.group_save_policy: SavePolicy = save_activations

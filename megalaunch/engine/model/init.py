@@ -18,7 +18,7 @@ from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 
 # Projections that add to the residual stream: std is divided by sqrt(2 * num_layers) (GPT-2, Megatron).
-_RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")
+_RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight", "experts.down_proj.weight")
 _EMBEDDINGS = ("embedding.weight", "embedding.positions")
 _SINKS = ".sinks"
 
@@ -32,7 +32,12 @@ def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -
 
 @torch.no_grad()
 def init_weights(model: Decoder | ModelParts, seed: int) -> None:
-    """Initialise every parameter of a model in place, sharded or not. The model must be off the meta device."""
+    """Initialise every parameter of a model in place, sharded or not. The model must be off the meta device.
+
+    Buffers, such as the bias of aux-loss-free routing, become 0.
+    """
+    for _, buffer in model.named_buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         shape = strip_vocab_padding(name, parameter.shape, model.config.vocab_size)
         own, part = to_local_no_grad(parameter), local_slice(parameter)
@@ -45,8 +50,9 @@ def init_weights(model: Decoder | ModelParts, seed: int) -> None:
 def _init_parameter(
     own: Tensor, part: Sequence[Range], name: str, shape: torch.Size, config: DecoderConfig, seed: int
 ) -> None:
-    if len(shape) == 1 and not name.endswith(_SINKS):
-        own.fill_(0.0 if name.endswith(".bias") or config.norm.zero_centered_gamma else 1.0)
+    is_bias = name.endswith(".bias")  # of experts: [E, F]
+    if is_bias or (len(shape) == 1 and not name.endswith(_SINKS)):
+        own.fill_(0.0 if is_bias or config.norm.zero_centered_gamma else 1.0)
         return
     std = config.embedding_init_std if name in _EMBEDDINGS else config.init_std
     if name.endswith(_RESIDUAL_WRITERS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +49,20 @@ def apply_gated_activation(activation: Activation, gate: Tensor, up: Tensor, *, 
     )
 
 
+def apply_activation(config: MLPConfig, entered: Sequence[Tensor], *, overwrite_up: bool) -> Tensor:
+    """Apply a block's activation to (up,), or to (gate, up), which may be clamped (gpt-oss: the gate from above only).
+
+    `overwrite_up` is `apply_gated_activation`'s.
+    """
+    if config.activation not in GATED:
+        (up,) = entered
+        return _UNGATED_ACTIVATIONS[config.activation](up)
+    gate, up = entered
+    if config.clamp is not None:
+        gate, up = gate.clamp(max=config.clamp), up.clamp(-config.clamp, config.clamp)
+    return apply_gated_activation(config.activation, gate, up, overwrite_up=overwrite_up)
+
+
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
@@ -78,11 +92,5 @@ class MLP(nn.Module):
         return self.tp_region.row_parallel_linear(activated, self.down_proj)
 
     def activation(self, *entered: Tensor) -> Tensor:
-        """Apply the activation to up, or to gate and up, which may be clamped (gpt-oss: the gate from above only)."""
-        if self.gate_proj is None:
-            (up,) = entered
-            return _UNGATED_ACTIVATIONS[self.config.activation](up)
-        gate, up = entered
-        if self.config.clamp is not None:
-            gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)
-        return apply_gated_activation(self.config.activation, gate, up, overwrite_up=not self.recompute_activation)
+        """Apply the activation to up, or to gate and up."""
+        return apply_activation(self.config, entered, overwrite_up=not self.recompute_activation)

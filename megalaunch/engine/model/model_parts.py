@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.decoder import Decoder
@@ -54,6 +54,11 @@ class ModelParts:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of `named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors to save that have no gradient, by their names in the whole decoder."""
+        for part in self.parts:
+            yield from part.named_buffers()
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield every module of every part."""

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
 from megalaunch.engine.model.layers import Norm
+from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
@@ -57,11 +59,14 @@ def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], 
         for module in layer.modules():
             if isinstance(module, Norm):
                 module.save_policy = discarding.discard_output
-    if "mlp" in modules:
-        layer.mlp.save_policy = discarding.checkpoint
+    block = layer.mlp
+    if ("mlp" if isinstance(block, MLP) else "moe") in modules:
+        block.save_policy = discarding.checkpoint
     elif "activation" in modules:
-        layer.mlp.recompute_activation = True
-        layer.mlp.activation_save_policy = discarding.discard_output
+        for part in block.modules():
+            if isinstance(part, MLP | Experts):
+                part.recompute_activation = True
+                part.activation_save_policy = discarding.discard_output
     layer.save_policy = discarding.run_layer
 
 

@@ -168,9 +168,13 @@ class Checkpointer:
 
 
 def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
-    """Return weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`): global shapes, sharing memory."""
+    """Return weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`): global shapes, sharing memory.
+
+    Weights include the buffers of the model, which have no moments.
+    """
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
-    return weights | optimizer.states()
+    buffers = {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
+    return weights | buffers | optimizer.states()
 
 
 def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:

@@ -16,12 +16,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NamedAdamW:
-    """Fused AdamW. Weight decay applies to matrices, not to vectors (norms, biases)."""
+    """Fused AdamW. Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts."""
 
     def __init__(self, model: ModelParts, spec: OptimizerSpec) -> None:
         self._parameters = dict(model.named_parameters())
-        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
-        vectors = [p for p in self._parameters.values() if p.ndim < 2]
+        matrices = [p for name, p in self._parameters.items() if p.ndim >= 2 and not name.endswith(".bias")]
+        vectors = [p for name, p in self._parameters.items() if p.ndim < 2 or name.endswith(".bias")]
         self._adamw = AdamW(
             [
                 {"params": matrices, "weight_decay": spec.weight_decay},

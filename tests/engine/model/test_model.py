@@ -38,6 +38,33 @@ def test_parameter_count_is_the_planners():
         assert sum(p.numel() for p in decoder.parameters()) == count_parameters(spec.model).total
 
 
+def test_experts_are_counted_and_initialized():
+    moe = {
+        "num_experts": 4,
+        "ffn_hidden_size": 24,
+        "shared_ffn_hidden_size": 16,
+        "shared_expert_gate": True,
+        "router_bias": True,
+        "first_k_dense_replace": 1,
+        "score": "sigmoid",
+        "balance_bias": True,
+    }
+    spec = small_spec(model__moe=moe, model__mlp_bias=True).model
+    decoder = build_decoder(spec)
+    init_weights(decoder, 3)
+    assert sum(p.numel() for p in decoder.parameters()) == count_parameters(spec).total
+    assert [hasattr(layer.mlp, "experts") for layer in decoder.layers.values()] == [False] + [True] * (
+        spec.num_layers - 1
+    )
+    block = decoder.layers["1"].mlp
+    assert block.router.expert_bias.tolist() == block.router.bias.tolist() == [0.0] * 4
+    assert not block.experts.gate_proj.bias.any()
+    assert not block.experts.down_proj.bias.any()
+    ratio = block.experts.down_proj.weight.std() / block.experts.up_proj.weight.std()
+    assert ratio.item() == pytest.approx((2 * spec.num_layers) ** -0.5, rel=0.1)
+    assert block.experts.up_proj.weight[0].ne(block.experts.up_proj.weight[1]).all()
+
+
 @pytest.mark.parametrize("queries", [1, 3, 7])
 def test_attention_by_definition(queries):
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,66 @@
+"""The router: logits, scores, and the experts of each token with their weights.
+
+Shapes: T tokens, H hidden, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalaunch.engine.model.config import MoEConfig
+from megalaunch.engine.model.moe.routing import expert_weights, mask_other_groups, score_experts, top_k_stable
+from megalaunch.engine.param_layout import REPLICATED, local_param
+from megalaunch.kernels.matmul import linear
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token: indices int64, and weights in the router's dtype, which carry its gradient."""
+
+    expert_ids_Tk: Tensor
+    weights_Tk: Tensor
+
+
+class Router(nn.Module):
+    """The router: a linear layer, computed in `moe.router_dtype`. Replicated: each rank routes its own tokens.
+
+    `expert_bias` (moe.balance_bias) is added to the scores for the choice of experts only, and has no gradient.
+    """
+
+    layout = REPLICATED
+
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
+        self.expert_bias: Tensor | None
+        self.register_buffer(
+            "expert_bias", torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias else None
+        )
+
+    def forward(self, x_TH: Tensor) -> Routing:
+        """Route tokens [T, H]."""
+        config, dtype = self.config, _DTYPES[self.config.router_dtype]
+        bias = None if self.bias is None else local_param(self.bias).to(dtype)
+        logits_TE = linear(x_TH.to(dtype), local_param(self.weight).to(dtype), bias)
+        scores_TE = score_experts(logits_TE, config.score)
+        expert_ids_Tk = self.choose(scores_TE.detach())
+        weights_Tk = expert_weights(
+            scores_TE, expert_ids_Tk, normalize=config.normalize_top_k, scaling_factor=config.scaling_factor
+        )
+        return Routing(expert_ids_Tk, weights_Tk)
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the experts [T, k] of each token."""
+        config = self.config
+        if self.expert_bias is not None:
+            scores_TE = scores_TE + self.expert_bias
+        if config.num_groups is not None and config.top_k_groups is not None:
+            scores_TE = mask_other_groups(scores_TE, config.num_groups, config.top_k_groups, config.top_k)
+        return top_k_stable(scores_TE, config.top_k)

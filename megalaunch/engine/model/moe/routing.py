@@ -1,0 +1,48 @@
+"""The choice of a token's experts, as pure functions: scores, group limits and top-k.
+
+Shapes: T tokens, E experts, k experts per token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megalaunch.schema.moe import ScoreFunction
+
+_EPSILON = 1e-20  # of normalized sigmoid scores, as in DeepSeek-V3 and Megatron-LM
+
+
+def score_experts(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
+    """Return the scores of all experts: the softmax over experts, or the sigmoid of each logit."""
+    return logits_TE.sigmoid() if function == "sigmoid" else logits_TE.softmax(-1)
+
+
+def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
+    """Return the indices [T, k] of the largest scores; of equal scores the expert with the lower index wins.
+
+    `torch.topk` leaves the order of equal scores to the device and to the number of tokens.
+    """
+    return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def mask_other_groups(scores_TE: Tensor, num_groups: int, top_k_groups: int, top_k: int) -> Tensor:
+    """Set the scores of experts outside of each token's best groups to -inf (DeepSeek-V3 report, section 2.1.2).
+
+    A group's score is the sum of its best top_k / top_k_groups experts.
+    """
+    scores_TGe = scores_TE.view(scores_TE.shape[0], num_groups, -1)
+    best_TGn = scores_TGe.topk(top_k // top_k_groups, dim=-1).values
+    chosen = top_k_stable(best_TGn.sum(-1), top_k_groups)
+    others_TG = torch.ones_like(best_TGn[..., 0], dtype=torch.bool).scatter(1, chosen, False)
+    return scores_TGe.masked_fill(others_TG[..., None], -math.inf).flatten(1)
+
+
+def expert_weights(scores_TE: Tensor, expert_ids_Tk: Tensor, *, normalize: bool, scaling_factor: float) -> Tensor:
+    """Return the weights [T, k] of each token's experts: their scores, normalized to a sum of 1 if so, and scaled."""
+    weights_Tk = scores_TE.gather(1, expert_ids_Tk)
+    if normalize:
+        weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _EPSILON)
+    return weights_Tk if scaling_factor == 1 else weights_Tk * scaling_factor
