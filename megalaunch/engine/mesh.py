@@ -32,7 +32,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The device meshes of the dense layers, and this rank's coordinates in them."""
+    """The device meshes of the dense layers and of the routed experts, and this rank's coordinates in them."""
 
     device: torch.device
     topology: Topology
@@ -40,6 +40,8 @@ class Mesh:
     world_mesh: DeviceMesh
     cp_mesh: DeviceMesh
     cp_hierarchy_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    expert_parallel_mesh: DeviceMesh | None = None
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -49,6 +51,24 @@ class Mesh:
             if self.topology.dp_replicate > 1
             else self.world_mesh["dp_shard"]
         )
+
+    @cached_property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """The mesh that `fully_shard` takes for routed experts: (edp_shard), or (edp_replicate, edp_shard) for HSDP.
+
+        The same object as `fsdp_mesh` if the ranks of a stage are the same along both.
+        """
+        if self.expert_mesh is None:
+            return self.fsdp_mesh
+        replicas = self.topology.edp_replicate > 1
+        return self.expert_mesh["edp_replicate", "edp_shard"] if replicas else self.expert_mesh["edp_shard"]
+
+    @cached_property
+    def expert_parallel(self) -> Axis:
+        """The ranks that exchange tokens: ep, and within it etp, whose ranks hold shards of the same experts."""
+        if self.expert_parallel_mesh is None:
+            return Axis("ep")
+        return Axis.from_mesh(self.expert_parallel_mesh, "ep")
 
     @cached_property
     def tp(self) -> Axis:
@@ -121,10 +141,24 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
         inner, outer = topology.hierarchical_context_parallel_sizes
         split = dense.split("cp", ("cp_inner", inner), ("cp_outer", outer))
         levels = _init_mesh(device, split.merge(("dp", "pp"), "samples"))
-    for mesh in (grid, samples, levels):
+    experts, exchange = _init_expert_meshes(topology, device)
+    for mesh in (grid, samples, levels, experts, exchange):
         for group in [] if mesh is None else mesh.get_all_groups():
             keep_timeout(group)
-    return Mesh(device, topology, rank, grid, samples, levels)
+    return Mesh(device, topology, rank, grid, samples, levels, experts, exchange)
+
+
+def _init_expert_meshes(topology: Topology, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Create the meshes of routed experts and of their token exchange; None: that of the dense layers serves."""
+    if not topology.has_experts or topology.tp == topology.ep == topology.etp == 1:
+        return None, None
+    experts = _init_mesh(device, topology.expert_sharding_grid)
+    if topology.ep * topology.etp == 1:
+        return experts, None
+    if topology.etp == 1:
+        return experts, experts
+    joined = topology.expert_grid.merge(("etp", "ep"), "ep").merge(("edp", "pp"), "rest")
+    return experts, _init_mesh(device, joined)
 
 
 def _init_mesh(device: torch.device, grid: RankGrid) -> DeviceMesh:

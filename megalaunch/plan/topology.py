@@ -79,10 +79,12 @@ class Topology:
     Attributes:
         dp_shard: data-parallel ranks that shard one copy of the states; dp = dp_replicate * dp_shard.
         dp_replicate: the number of copies; without sharding every data-parallel rank is a replica.
+        edp_replicate: the number of copies of a routed expert's states among the edp ranks that hold the expert.
         microbatches: per rank and step.
         last_stage_rank: the pp rank that holds the head.
         hierarchical_context_parallel_sizes: the (inner, outer) sizes of cp, if hierarchical.
         dynamic_context_parallel: documents are assigned to context-parallel ranks by their length.
+        has_experts: the model is a mixture of experts.
     """
 
     tp: int
@@ -94,6 +96,7 @@ class Topology:
     edp: int
     dp_replicate: int
     dp_shard: int
+    edp_replicate: int
     micro_batch_size: int
     microbatches: int
     devices_per_node: int
@@ -101,6 +104,7 @@ class Topology:
     last_stage_rank: int
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     dynamic_context_parallel: bool = False
+    has_experts: bool = False
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> Topology:
@@ -116,6 +120,10 @@ class Topology:
             raise ValueError(f"pp {p.pp} x ep {p.ep} x etp {p.etp or 1} does not divide the world of {world}")
         if shards is None:
             raise ValueError(f"dp_replicate {replicas} does not divide dp {p.dp}")
+        has_experts = spec.model.moe.num_experts is not None
+        edp_replicate = edp if p.data_sharding == "no_shard" else p.dp_replicate
+        if has_experts and edp % edp_replicate:
+            raise ValueError(f"dp_replicate {edp_replicate} does not divide expert dp {edp}")
         microbatches = num_microbatches(batch.global_batch_size, batch.micro_batch_size, p.dp)
         if microbatches is None:
             raise ValueError(
@@ -132,6 +140,7 @@ class Topology:
             edp=edp,
             dp_replicate=replicas,
             dp_shard=shards,
+            edp_replicate=edp_replicate,
             micro_batch_size=batch.micro_batch_size,
             microbatches=microbatches,
             devices_per_node=int(spec.cluster.devices_per_node),
@@ -139,6 +148,7 @@ class Topology:
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
             hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
             dynamic_context_parallel=p.dynamic_context_parallel and p.cp > 1,
+            has_experts=has_experts,
         )
 
     @property
@@ -163,6 +173,12 @@ class Topology:
     def expert_grid(self) -> RankGrid:
         """The grid of routed experts, over the same ranks and the same pipeline stages."""
         return RankGrid((("etp", self.etp), ("ep", self.ep), ("edp", self.edp), ("pp", self.pp)))
+
+    @property
+    def expert_sharding_grid(self) -> RankGrid:
+        """The expert grid with edp split into shards and replicas."""
+        shards = self.edp // self.edp_replicate
+        return self.expert_grid.split("edp", ("edp_shard", shards), ("edp_replicate", self.edp_replicate))
 
     def coordinates(self, rank: int) -> str:
         """Return a rank's coordinates as text, without axes of size 1: "pp0 dp1 tp3"; "dp0" for a single process."""

@@ -26,11 +26,21 @@ def limits() -> dict[str, float]:
     }
 
 
+EXPERTS = {"num_experts": 4, "top_k": 2}
+
+
 @pytest.mark.parametrize(
-    "layout", [{"tp": 2, "pp": 2}, {"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}]
+    ("layout", "moe"),
+    [
+        ({"tp": 2, "pp": 2}, {}),
+        ({"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}, {}),
+        ({"dp": 4, "ep": 2}, EXPERTS),
+        ({"dp": 4, "ep": 2, "etp": 2}, EXPERTS),
+    ],
 )
-def test_every_group_of_a_layout_has_it(layout):
-    topology = Topology.from_spec(small_spec(**{f"parallel__{key}": size for key, size in layout.items()}))
+def test_every_group_of_a_layout_has_it(layout, moe):
+    layout = {f"parallel__{key}": size for key, size in layout.items()}
+    topology = Topology.from_spec(small_spec(**layout, model__moe=moe))
 
     def look() -> dict[str, float]:
         dist.distributed_c10d._set_pg_timeout(LIMIT, dist.group.WORLD)

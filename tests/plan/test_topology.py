@@ -5,7 +5,7 @@ from megalaunch.plan.topology import RankGrid, Topology, most_common_cp_comm_typ
 from megalaunch.schema import with_values
 from megalaunch.schema.parallel import ParallelSpec
 
-AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "dp_replicate", "dp_shard")
+AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "dp_replicate", "dp_shard", "edp_replicate")
 DEFAULTS = dict.fromkeys((*AXES, "micro_batch_size", "microbatches", "nodes"), 1)
 
 
@@ -34,6 +34,14 @@ def test_megatrons_expert_order():
     assert grid.group(0, "ep") == [0, 1, 2, 3]
     assert grid.group(0, "edp") == [0, 4]
     assert grid.group(0, "pp") == [0, 8]
+
+
+def test_replicas_of_experts_are_the_slowest_ranks_of_edp():
+    """HSDP: the replicas of experts are on the same nodes as those of the dense layers."""
+    grid = topology(tp=2, dp=8, ep=2, edp=8, dp_replicate=2, dp_shard=4, edp_replicate=2).expert_sharding_grid
+    assert grid.group(0, "ep") == [0, 1]
+    assert grid.group(0, "edp_shard") == [0, 2, 4, 6]
+    assert grid.group(0, "edp_replicate") == [0, 8]
 
 
 def test_groups_of_an_axis_partition_the_world():

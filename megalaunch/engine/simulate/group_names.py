@@ -32,8 +32,10 @@ class GroupNames:
         return known
 
     def _grids(self) -> Iterator[RankGrid]:
-        """Yield the dense grid, the dense grid with dp split into shard and replicate axes, and the expert grid."""
+        """Yield the dense grid and the expert grid; each also with its dp split into shard and replicate axes."""
         t = self._topology
         yield t.dense_grid
         yield t.sharding_grid
         yield t.expert_grid
+        if t.has_experts:
+            yield t.expert_sharding_grid
