@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from megalaunch.engine.param_layout import ParamLayout
 
@@ -15,6 +15,15 @@ def shard_param(parameter: nn.Parameter, layout: ParamLayout, axis_mesh: DeviceM
     split = layout.shard_dim
     placement = Shard(split) if split is not None and layout.is_sharded(axis_mesh.size()) else Replicate()
     return nn.Parameter(distribute_tensor(parameter.detach(), axis_mesh, [placement], src_data_rank=None))
+
+
+def shard_expert_param(parameter: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter of routed experts (on meta) as a DTensor over ep and etp, or the one of them in the mesh."""
+    placements: list[Placement] = []
+    for axis in mesh.mesh_dim_names or ():
+        dim = 0 if axis == "ep" else layout.shard_dim
+        placements.append(Replicate() if dim is None else Shard(dim))
+    return nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None))
 
 
 def to_local_no_grad(tensor: Tensor) -> Tensor:

@@ -63,6 +63,13 @@ class Mesh:
         replicas = self.topology.edp_replicate > 1
         return self.expert_mesh["edp_replicate", "edp_shard"] if replicas else self.expert_mesh["edp_shard"]
 
+    @property
+    def expert_shards_mesh(self) -> DeviceMesh | None:
+        """The mesh over which experts are sharded before FSDP: those of (ep, etp) above 1; None if both are 1."""
+        sizes = {"ep": self.topology.ep, "etp": self.topology.etp}
+        axes = tuple(axis for axis, size in sizes.items() if size > 1)
+        return None if self.expert_mesh is None or not axes else self.expert_mesh[axes]
+
     @cached_property
     def expert_parallel(self) -> Axis:
         """The ranks that exchange tokens: ep, and within it etp, whose ranks hold shards of the same experts."""

@@ -20,12 +20,15 @@ class ParamLayout:
             replicated and each rank computes with one shard.
         partial_under_sp: Under sequence parallelism each rank sees other tokens, so its gradient is a partial sum.
         partial: Each rank applies the parameter to other heads, so its gradient is always a partial sum.
+        expert: A matrix or bias for each routed expert: dim 0 is sharded over ep and `shard_dim` over etp, and tp has
+            no part in it. Every rank's tokens reach every expert, so its gradient is never partial over tp.
     """
 
     shard_dim: int | None = None
     max_shards: int | None = None
     partial_under_sp: bool = False
     partial: bool = False
+    expert: bool = False
 
     def is_sharded(self, ranks: int) -> bool:
         """Return whether each of `ranks` ranks holds a shard of its own."""
@@ -33,7 +36,7 @@ class ParamLayout:
 
     def is_partial(self, ranks: int, sequence_parallel: bool) -> bool:
         """Return whether the ranks' gradients must be summed (`train/grads.py`)."""
-        if ranks == 1 or self.is_sharded(ranks):
+        if ranks == 1 or self.expert or self.is_sharded(ranks):
             return False
         return self.shard_dim is not None or self.partial or (self.partial_under_sp and sequence_parallel)
 
@@ -47,12 +50,29 @@ REPLICATED = ParamLayout(partial_under_sp=True)
 REPLICATED_PER_HEAD = ParamLayout(partial=True)
 """Per-head norms: replicated. Each rank applies them to its own heads, so gradients are always partial."""
 
+EXPERT_COLUMN = ParamLayout(shard_dim=1, expert=True)
+"""Routed experts' projections to the block's width, [E, F, H] and biases [E, F]: F is sharded over etp."""
+EXPERT_ROW = ParamLayout(shard_dim=2, expert=True)
+"""Routed experts' projections from the block's width, [E, H, F]."""
+EXPERT_ROW_BIAS = ParamLayout(expert=True)
+"""Their biases, [E, H]."""
+
 
 def get_param_layout(module: nn.Module, parameter: str) -> ParamLayout:
     """Return the layout that a module declares for a parameter: `<parameter>_layout`, else `layout`."""
     layout = getattr(module, f"{parameter}_layout", None) or getattr(module, "layout", None)
     assert isinstance(layout, ParamLayout), f"{type(module).__name__} has parameters and declares no layout"
     return layout
+
+
+def expert_params(model: nn.Module) -> dict[nn.Parameter, ParamLayout]:
+    """Return the parameters of routed experts with their layouts."""
+    found = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if (layout := get_param_layout(module, name)).expert:
+                found[parameter] = layout
+    return found
 
 
 def local_param(parameter: Tensor) -> Tensor:

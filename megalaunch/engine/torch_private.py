@@ -24,8 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor import Shard
 
 # TorchDispatchMode shows every operator of a step to deep plans: there is no public interface for it.
 # tree_leaves returns the tensors in nested arguments: there is no public form of it.
@@ -87,15 +89,40 @@ def _backends(group: ProcessGroup) -> list[Any]:
     return [backend for backend in found if hasattr(getattr(backend, "options", None), "_timeout")]
 
 
-def set_fsdp_reduce_dtype(unit: FSDPModule, dtype: torch.dtype) -> None:
-    """Reduce an FSDP unit's gradients over ranks in a dtype of its own.
+def fsdp_placement(mesh: DeviceMesh) -> Callable[[Shard], Any]:
+    """Return what makes results of `shard_placement_fn`: FSDP shards a parameter on this mesh, not on the unit's."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    if mesh.ndim == 1:
+        info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    else:
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda placement: ShardPlacementResult(placement, info)
+
+
+def set_fsdp_reduction(
+    unit: FSDPModule, dtype: torch.dtype, make_reduce_scatter: Callable[[int], Any] | None = None
+) -> None:
+    """Sum an FSDP unit's gradients over ranks, in a dtype of its own, for each mesh on which it shards parameters.
 
     FSDP2 sets the dtypes of a parameter group in the first forward pass (`_init_mp_dtypes`): the parameters keep the
     policy's for accumulation, and this hook then sets the group's for the reduce-scatter and the all-reduce.
+
+    Args:
+        unit: The unit.
+        dtype: Dtype of the reduction. A mesh of one rank reduces nothing, and keeps the policy's.
+        make_reduce_scatter: Returns the reduce-scatter for a mesh of so many ranks; None: FSDP2's own.
     """
-    group: Any = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:  # no parameters of its own
-        return
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        ranks = group.mesh_info.mesh.size()
+        if make_reduce_scatter is not None:
+            group._reduce_scatter_comm = make_reduce_scatter(ranks)
+        if ranks > 1:  # on one rank a factor would copy gradients to divide them by 1
+            group.gradient_divide_factor = 1.0
+            _set_dtype_of_reduction(group, dtype)
+
+
+def _set_dtype_of_reduction(group: Any, dtype: torch.dtype) -> None:
     set_policy_dtypes = group._init_mp_dtypes
 
     def set_dtypes() -> None:
@@ -117,9 +144,9 @@ def run_fsdp_post_backward(model: FSDPModule) -> None:
 
 def widen_fsdp_partial_sum(unit: FSDPModule) -> None:
     """HSDP: cast a reduce-scattered gradient that waits for its all-reduce to the parameters' dtype."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is not None and group._partial_reduce_output is not None:
-        group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if group._partial_reduce_output is not None:
+            group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
 
 
 def fsdp_unsharded_grads(unit: FSDPModule) -> Iterator[Tensor | None]:
@@ -136,7 +163,8 @@ def set_default_reduce_scatter(unit: FSDPModule) -> None:
     """Give an FSDP unit FSDP2's own reduce-scatter again."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    unit.set_custom_reduce_scatter(DefaultReduceScatter())
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group._reduce_scatter_comm = DefaultReduceScatter()
 
 
 def local_shard(tensor: Tensor) -> Tensor:

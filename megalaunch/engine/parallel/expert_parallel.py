@@ -1,11 +1,11 @@
 """Expert parallelism: each rank holds some of the experts, and tokens are sent to the ranks of their experts.
 
-The experts of a layer are split into blocks over ep, and the width of each expert over etp: rank (e, t) holds shard t of
-the experts of block e. All ranks of a pipeline stage have different tokens, whatever their tp, cp and dp.
+The experts of a layer are split into blocks over ep, and the width of each expert over etp: rank (e, t) holds shard t
+of the experts of block e. All ranks of a pipeline stage have different tokens, whatever their tp, cp and dp.
 
-`AllToAllDispatcher` sends each row to its expert and back: a rank sends and receives about k / ep of its tokens with
-each of the other ranks. `AllGatherDispatcher` gathers all tokens everywhere: more data, but no row counts to exchange,
-and collectives of equal parts; for few ranks and many experts per token.
+`AllToAllDispatcher` sends each row to its expert and back: about k / ep of its tokens to each rank.
+`AllGatherDispatcher` gathers all tokens everywhere: more data, but no row counts to exchange, and collectives of equal
+parts; for few ranks and many experts per token.
 
 Shapes: T tokens of this rank, A = (ep etp) T those of all ranks, k experts per token, R rows of this rank's experts, E
 all experts, L this rank's, N = ep etp ranks, H hidden.
@@ -19,16 +19,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, all_to_all_v_async, reduce_scatter_async
+from megalaunch.engine.dtensor import shard_expert_param
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.moe.dispatcher import Dispatched
+from megalaunch.engine.param_layout import get_param_layout
 from megalaunch.kernels.permute import Permutation, permute, sort_by_expert, unpermute
 
 RowCounts = Callable[[Tensor, int], list[list[int]]]
-"""Reads numbers of rows [parts, ranks] to the host; a simulation, which has no values, splits the given total evenly."""
+"""Reads numbers of rows [parts, ranks] to the host; a simulation has no values, and splits the given total evenly."""
 
 
 def read_row_counts(counts: Tensor, total: int) -> list[list[int]]:
@@ -88,11 +91,9 @@ class AllToAllDispatcher:
         exchange = _Exchange.build(blocks.axis, sent, received, received_NL)
         rows = permute(x_TH, permutation)
         if blocks.etp > 1:
-            rows = torch.cat([part for part in rows.split(sent[:: blocks.etp]) for _ in range(blocks.etp)])
+            rows = torch.cat([part for part in torch.split(rows, sent[:: blocks.etp]) for _ in range(blocks.etp)])
         offsets_L = received_NL.sum(0).cumsum(0).to(torch.int32)
-        return Dispatched(
-            apply_function(_SendRows, rows, exchange), offsets_L, (permutation, weights_Tk, exchange)
-        )
+        return Dispatched(apply_function(_SendRows, rows, exchange), offsets_L, (permutation, weights_Tk, exchange))
 
     def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the outputs back, and sum them per token."""
@@ -100,7 +101,7 @@ class AllToAllDispatcher:
         assert isinstance(exchange, _Exchange), "of another dispatcher"
         rows = apply_function(_ReturnRows, y_RH, exchange)
         if (etp := self.blocks.etp) > 1:
-            parts = rows.split(exchange.sent)
+            parts = torch.split(rows, exchange.sent)
             rows = torch.cat([torch.stack(parts[first : first + etp]).sum(0) for first in range(0, len(parts), etp)])
         return unpermute(rows, permutation, weights_Tk)
 
@@ -222,3 +223,13 @@ class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return all_gather_async(gradients[0], 0, ctx.axis).wait(), None
+
+
+def shard_expert_params(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Replace each parameter of routed experts, on meta, by a DTensor over ep and etp."""
+    if mesh is None:
+        return
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if (layout := get_param_layout(module, name)).expert:
+                module.register_parameter(name, shard_expert_param(parameter, layout, mesh))

@@ -13,6 +13,11 @@ The strategy decides when. ZeRO-1 all-gathers W and reduces dW once a step; ZeRO
 reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both.
 With pp > 1 W is not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded
 like W_r.
+
+Routed experts are held by edp ranks, not by all dp and cp ranks: they are sharded over edp_shard and replicated over
+edp_replicate. They belong to the unit of their layer, on a mesh of their own (`shard_placement_fn`), and not to a unit
+inside it, whose hooks would run again in recomputation, would break a compiled layer's graph, and would prefetch in
+another order. The unit all-gathers and reduces once for each mesh.
 """
 
 from __future__ import annotations
@@ -20,18 +25,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.param_layout import expert_params
 from megalaunch.engine.torch_private import (
+    fsdp_placement,
     run_fsdp_post_backward,
     set_fsdp_async_all_gather,
-    set_fsdp_reduce_dtype,
+    set_fsdp_reduction,
     widen_fsdp_partial_sum,
 )
 from megalaunch.schema.parallel import DataSharding, ParallelSpec
@@ -73,38 +83,57 @@ def apply_fsdp(
         precision: FSDP2's policy: compute dtype, and dtype of the gradient accumulation over microbatches.
         reduce: dtype of the reduction of gradients over ranks.
     """
-    alone = mesh.fsdp_mesh.size() == 1 and precision.param_dtype == torch.float32
     for layer in model.layers.values():
-        fully_shard(
-            layer,
-            mesh=mesh.fsdp_mesh,
-            reshard_after_forward=ZERO_STAGES[parallel.data_sharding].reshard_after_forward and mesh.pp.size == 1,
-            mp_policy=precision,
-            ignored_params=set(layer.parameters()) if alone else None,
-        )
+        freed = ZERO_STAGES[parallel.data_sharding].reshard_after_forward and mesh.pp.size == 1
+        _shard_unit(layer, mesh, precision, reshard_after_forward=freed)
     # The root's parameters (embedding, head) are used at both ends of a pass: freeing them between would cost a second
     # all-gather.
-    fully_shard(
-        model,
-        mesh=mesh.fsdp_mesh,
-        reshard_after_forward=False,
-        mp_policy=precision,
-        ignored_params=set(model.parameters()) if alone else None,
-    )
+    _shard_unit(model, mesh, precision, reshard_after_forward=False)
     for unit in fsdp_modules(model):
         # The loss is already divided by the global token count: gradients are summed over ranks, not averaged.
         # gloo does not support the pre-multiplied sum of NCCL, so a plain sum is forced.
         unit.set_force_sum_reduction_for_comms(True)
-        if mesh.fsdp_mesh.size() > 1:  # on one rank it would copy gradients to divide them by 1
-            unit.set_gradient_divide_factor(1.0)
-            # FSDP2 has one `reduce_dtype` for gradient accumulation over microbatches and for the reduction over ranks;
-            # with the compute dtype, or a narrower one, it would round after every microbatch.
-            set_fsdp_reduce_dtype(unit, reduce)
-        if mesh.uses_gloo:
-            several = mesh.fsdp_mesh.size() > 1
-            scatter = AllToAllReduceScatter() if several else LocalReduceScatter()
-            unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # torch's type for it is private
+        # FSDP2 has one `reduce_dtype` for gradient accumulation over microbatches and for the reduction over ranks;
+        # with the compute dtype, or a narrower one, it would round after every microbatch.
+        set_fsdp_reduction(unit, reduce, _gloo_reduce_scatter if mesh.uses_gloo else None)
     _set_prefetch_order(model, mesh, parallel.overlap_param_gather)
+
+
+def _shard_unit(unit: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
+    """Apply `fully_shard` to a module: routed experts over edp, everything else over dp and cp."""
+    experts = expert_params(unit)
+    computes_with_shards = precision.param_dtype == torch.float32
+    ignored: set[nn.Parameter] = set()
+    if computes_with_shards and mesh.fsdp_mesh.size() == 1:
+        ignored |= set(unit.parameters()) - experts.keys()
+    if computes_with_shards and mesh.expert_fsdp_mesh.size() == 1:
+        ignored |= experts.keys()
+    place_on_mesh = fsdp_placement(mesh.expert_fsdp_mesh) if experts and mesh.expert_mesh is not None else None
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter not in experts:
+            return None
+        placement = _expert_placement(to_local_no_grad(parameter).shape, mesh.expert_fsdp_mesh.shape[-1])
+        return placement if place_on_mesh is None else place_on_mesh(placement)
+
+    fully_shard(
+        unit,
+        mesh=mesh.fsdp_mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=precision,
+        ignored_params=ignored or None,
+        shard_placement_fn=place if experts else None,
+    )
+
+
+def _expert_placement(shape: Sequence[int], shards: int) -> Shard:
+    """Shard whole experts, or if there are too few of them (shape [E, ...]) the first dim that is divisible."""
+    return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
+
+
+def _gloo_reduce_scatter(ranks: int) -> AllToAllReduceScatter:
+    """Return the reduce-scatter for a mesh of so many ranks on CPUs."""
+    return AllToAllReduceScatter() if ranks > 1 else LocalReduceScatter()
 
 
 def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:

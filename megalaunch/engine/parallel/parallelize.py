@@ -11,6 +11,7 @@ from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
 from megalaunch.engine.parallel.activation_offload import Offload, apply_offload, offload_tensor
@@ -20,6 +21,14 @@ from megalaunch.engine.parallel.dynamic_context_parallel import (
     DocumentLengths,
     DynamicContextParallel,
     document_lengths,
+)
+from megalaunch.engine.parallel.expert_parallel import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    ExpertBlocks,
+    RowCounts,
+    read_row_counts,
+    shard_expert_params,
 )
 from megalaunch.engine.parallel.fsdp import apply_fsdp
 from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
@@ -38,10 +47,12 @@ class TensorReaders:
     Attributes:
         document_lengths: Reads document ids, under dynamic context parallelism.
         offload: Copies an activation to host memory.
+        row_counts: Reads how many rows an expert-parallel rank sends and receives.
     """
 
     document_lengths: DocumentLengths = document_lengths
     offload: Offload = offload_tensor
+    row_counts: RowCounts = read_row_counts
 
 
 READERS = TensorReaders()
@@ -59,15 +70,17 @@ def parallelize_decoder(
     2. Tensor: replace each parameter by a DTensor sharded over tp. Before FSDP, which shards this rank's tp shard
        further: the global layout is then (dp, tp), as checkpoints expect. The collectives of tp regions are in the
        modules, which get the `TPRegion` when they are built.
-    3. Context: shards the sequence, not the model. Attention gets it when the decoder is built; no parameter changes.
-    4. Recompute: wrap layers, or modules inside them, in activation checkpointing. Before FSDP, whose hooks stay
+    3. Expert: replace each parameter of routed experts by a DTensor sharded over ep and etp. As for tp, FSDP shards it
+       further, over edp; the layers get the token dispatcher when they are built.
+    4. Context: shards the sequence, not the model. Attention gets it when the decoder is built; no parameter changes.
+    5. Recompute: wrap layers, or modules inside them, in activation checkpointing. Before FSDP, whose hooks stay
        outside of the checkpoint: recomputation must not all-gather or reduce a second time.
-    5. Offload: install saved-tensor hooks around the first layers, whose modules are not recomputed. Before FSDP, whose
+    6. Offload: install saved-tensor hooks around the first layers, whose modules are not recomputed. Before FSDP, whose
        hooks stay outside of them too.
-    6. Compile: compile each layer, checkpoints included. Before FSDP, whose hooks would break the graph.
-    7. Shard: apply `fully_shard` to every layer and to the rest of the stage. Last of the wrappers, as its hooks must
+    7. Compile: compile each layer, checkpoints included. Before FSDP, whose hooks would break the graph.
+    8. Shard: apply `fully_shard` to every layer and to the rest of the stage. Last of the wrappers, as its hooks must
        enclose everything that reads a parameter.
-    8. Materialize: allocate this rank's shards (`materialize`), then initialize them or load a checkpoint. After all
+    9. Materialize: allocate this rank's shards (`materialize`), then initialize them or load a checkpoint. After all
        else, so that no rank ever holds a full parameter.
 
     Args:
@@ -77,14 +90,16 @@ def parallelize_decoder(
         readers: Functions that read values or device memory, for a simulation to replace.
     """
     tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh, readers)
+    dispatcher = _make_dispatcher(spec, mesh, readers)
     parts = []
     for stage in build_stages(spec):
         if stage.rank != mesh.pp.rank:
             continue
         with torch.device("meta"):
-            part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision))
+            part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision), dispatcher)
         prune_to_stage(part, stage)
         shard_model_params(part, mesh.world_mesh["tp"])
+        shard_expert_params(part, mesh.expert_shards_mesh)
         apply_recompute(part, spec.recompute, observer)
         apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
         if spec.train.compile:
@@ -127,3 +142,12 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
     return ContextParallel.build(spec.parallel, mesh)
+
+
+def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> TokenDispatcher | None:
+    if mesh.expert_parallel.size == 1 or spec.model.moe.num_experts is None:
+        return None
+    blocks = ExpertBlocks(mesh.expert_parallel, spec.model.moe.num_experts, mesh.topology.etp)
+    if spec.parallel.moe_token_dispatcher_type == "allgather":
+        return AllGatherDispatcher(blocks, readers.row_counts)
+    return AllToAllDispatcher(blocks, readers.row_counts)

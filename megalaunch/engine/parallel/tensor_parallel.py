@@ -192,10 +192,15 @@ class _AllReduceMean(torch.autograd.Function):
 
 
 def shard_model_params(model: Decoder, axis_mesh: DeviceMesh) -> None:
-    """Replace each parameter of a model on meta by a DTensor over the tp axis, sharded as its ParamLayout says."""
+    """Replace each parameter of a model on meta by a DTensor over the tp axis, sharded as its ParamLayout says.
+
+    Those of routed experts are not sharded over tp (`shard_expert_params`).
+    """
     if axis_mesh.size() == 1:
         return
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, shard_param(parameter, get_param_layout(module, name), axis_mesh))
+            layout = get_param_layout(module, name)
+            if not layout.expert:
+                module.register_parameter(name, shard_param(parameter, layout, axis_mesh))
     model.tie()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.mlp import apply_activation
-from megalaunch.engine.param_layout import REPLICATED, local_param
+from megalaunch.engine.param_layout import EXPERT_COLUMN, EXPERT_ROW, EXPERT_ROW_BIAS, ParamLayout, local_param
 from megalaunch.kernels.grouped_linear import grouped_linear
 from megalaunch.schema.model import GATED
 
@@ -19,10 +19,12 @@ from megalaunch.schema.model import GATED
 class GroupedLinear(nn.Module):
     """x -> x W_e^T (+ b_e) for the expert e of each row; `weight` is [E, out, in]."""
 
-    layout = REPLICATED
-
-    def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False
+    ) -> None:
         super().__init__()
+        self.layout = layout
+        self.bias_layout = EXPERT_ROW_BIAS if layout is EXPERT_ROW else layout
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
 
@@ -44,9 +46,9 @@ class Experts(nn.Module):
         self.activation_save_policy: SavePolicy = save_activations
         width, bias = config.width, config.bias
         gated = config.activation in GATED
-        self.gate_proj = GroupedLinear(num_experts, hidden_size, width, bias) if gated else None
-        self.up_proj = GroupedLinear(num_experts, hidden_size, width, bias)
-        self.down_proj = GroupedLinear(num_experts, width, hidden_size, bias)
+        self.gate_proj = GroupedLinear(num_experts, hidden_size, width, EXPERT_COLUMN, bias) if gated else None
+        self.up_proj = GroupedLinear(num_experts, hidden_size, width, EXPERT_COLUMN, bias)
+        self.down_proj = GroupedLinear(num_experts, width, hidden_size, EXPERT_ROW, bias)
 
     def forward(self, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
         """Apply the experts, [R, H] -> [R, H]; rows past the last offset are undefined."""
