@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.parallel.activation_offload import offload_tensor
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.precision.policy import residual_dtype
@@ -22,7 +23,12 @@ from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.engine.simulate.steady_state import enough_microbatches
-from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
+from megalaunch.engine.simulate.step import (
+    even_row_counts,
+    full_length_documents,
+    make_batch,
+    make_observed_step,
+)
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -94,7 +100,8 @@ def _steps(
     spec: RunSpec, mesh: Mesh, phases: PhaseTracker, on_gpu: bool, world: ExitStack
 ) -> tuple[int, int, _StepResult]:
     """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
-    readers = TensorReaders(full_length_documents, NoCopyOffload) if on_gpu else TensorReaders(full_length_documents)
+    offload = NoCopyOffload if on_gpu else offload_tensor
+    readers = TensorReaders(full_length_documents, offload, even_row_counts)
     model = parallelize_decoder(spec, mesh, phases, readers)
     if on_gpu:
         use_gpu_reduce_scatter(model)

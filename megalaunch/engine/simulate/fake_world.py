@@ -26,7 +26,8 @@ def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
     init_fake_process_group(rank, topology.world)
     try:
         mesh = make_mesh(topology, torch.device("cpu"), rank)
-        _ = mesh.tp, mesh.pp, mesh.cp  # create the axes now, with real tensors: a search in fake ones fails
+        # Create the axes now, with real tensors: a search in fake ones fails.
+        _ = mesh.tp, mesh.pp, mesh.cp, mesh.expert_parallel, mesh.expert_fsdp_mesh
         yield mesh
     finally:
         dist.destroy_process_group()

@@ -22,6 +22,13 @@ def full_length_documents(documents_BS: Tensor) -> tuple[int, ...]:
     return (documents_BS.shape[1],) * documents_BS.shape[0]
 
 
+def even_row_counts(counts: Tensor, total: int) -> list[list[int]]:
+    """Split the total evenly over ranks, for each row [parts, ranks]: fake tensors do not say how many there are."""
+    parts, ranks = counts.shape
+    each, rest = divmod(total, ranks)
+    return [[each + (rank < rest) for rank in range(ranks)]] * parts
+
+
 class ConstantDataset:
     """A dataset of one constant sample: memory and communication do not depend on token ids."""
 

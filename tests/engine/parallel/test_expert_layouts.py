@@ -1,19 +1,86 @@
-"""Mixture of experts under expert parallelism against one process: every gradient, the norm, three steps, validation."""
+"""Mixtures of experts under parallel layouts against one process: every gradient, the norm, three steps, validation."""
 
 from __future__ import annotations
 
 import pytest
 from oracle import hold_to_one_process, small_spec
-from slow_cases import slow_but
 
-MOE = {"num_experts": 4, "top_k": 2}
+SMALL = {"model__vocab_size": 64, "model__moe": {"num_experts": 4, "top_k": 2}}
+EXPERTS_IN_HALVES = {"parallel__dp": 2, "parallel__ep": 2}
+FOUR_RANKS = {"parallel__dp": 4, "parallel__ep": 2, "batch__micro_batch_size": 1}
+TWO_STAGES = {**EXPERTS_IN_HALVES, "parallel__pp": 2, "model__num_layers": 4, "batch__micro_batch_size": 1}
+TENSOR = {"parallel__dp": 1, "parallel__tp": 2, "parallel__sequence_parallel": True}
+slow = pytest.mark.slow
 
 
-def hold(dispatcher: str = "alltoall", **values: object) -> None:
-    values = {"parallel__dp": 1, "model__vocab_size": 64, "model__moe": MOE, **values}
-    hold_to_one_process(small_spec(**values, parallel__moe_token_dispatcher_type=dispatcher))
+def hold(dispatcher: str, layout: dict[str, object], **values: object) -> None:
+    hold_to_one_process(small_spec(**SMALL, **layout, **values, parallel__moe_token_dispatcher_type=dispatcher))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(EXPERTS_IN_HALVES, id="ep2"),
+        pytest.param({**TENSOR, "parallel__ep": 2}, id="ep2 over tp2"),
+        pytest.param({"parallel__dp": 4, "parallel__ep": 2, "parallel__etp": 2}, id="ep2 etp2", marks=slow),
+    ],
+)
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_two_blocks_of_experts(dispatcher):
-    hold(dispatcher, parallel__dp=2, parallel__ep=2)
+def test_tokens_are_sent_to_experts(dispatcher, layout):
+    hold(dispatcher, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"parallel__dp": 4, "parallel__ep": 4}, id="ep4", marks=slow),
+        pytest.param({"parallel__dp": 2, "parallel__etp": 2}, id="etp2"),
+        pytest.param({"parallel__dp": 1, "parallel__cp": 2, "parallel__ep": 2}, id="ep2 over cp2"),
+        pytest.param({**TENSOR, "parallel__dp": 2, "parallel__ep": 2}, id="ep2 dp2 tp2", marks=slow),
+        pytest.param({**TENSOR, "parallel__ep": 2, "recompute__granularity": "full"}, id="recomputed", marks=slow),
+    ],
+)
+def test_axes(layout):
+    hold("alltoall", layout)
+
+
+@pytest.mark.parametrize(
+    "sharding", ["no_shard", "optim", pytest.param("optim_grads", marks=slow), "optim_grads_params"]
+)
+def test_experts_are_sharded_over_the_ranks_that_hold_them(sharding):
+    hold("alltoall", FOUR_RANKS, parallel__data_sharding=sharding)
+
+
+@pytest.mark.parametrize("sharding", [pytest.param("optim", marks=slow), "optim_grads"])
+def test_hybrid_sharding(sharding):
+    """Two replicas of all parameters: experts have one shard each."""
+    hold("alltoall", FOUR_RANKS, parallel__data_sharding=sharding, parallel__dp_replicate=2)
+
+
+def test_without_expert_parallelism_experts_are_sharded_over_tensor_parallel_ranks_too():
+    layout = {**TENSOR, "parallel__dp": 2, "batch__micro_batch_size": 1}
+    hold("alltoall", layout, parallel__data_sharding="optim_grads_params")
+
+
+def test_fewer_experts_than_ranks_are_sharded_within():
+    """Two experts on each of four ranks: their rows are sharded."""
+    layout = {"parallel__dp": 4, "batch__micro_batch_size": 1, "parallel__data_sharding": "optim_grads_params"}
+    hold_to_one_process(small_spec(**SMALL | {"model__moe": {"num_experts": 2, "top_k": 2}}, **layout))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp"),
+    [
+        ("1f1b", 1),
+        pytest.param("interleaved", 2, marks=slow),
+        ("zero_bubble", 2),
+        pytest.param("zbv", 2, marks=slow),
+    ],
+)
+def test_pipelines(schedule, vpp):
+    hold("alltoall", TWO_STAGES, parallel__schedule=schedule, parallel__vpp=vpp)
+
+
+@pytest.mark.slow
+def test_eight_ranks():
+    hold("alltoall", {**TENSOR, "parallel__dp": 4, "parallel__ep": 4, "batch__micro_batch_size": 1})
