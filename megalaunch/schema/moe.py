@@ -37,6 +37,9 @@ class MoESpec:
     balance_bias_rate: float = setting(1e-3, "Change of the balance bias after each optimizer step.", minimum=0)
     num_groups: int | None = setting(None, "Number of expert groups for group-limited routing; null: none.", minimum=1)
     top_k_groups: int | None = setting(None, "Expert groups per token.", minimum=1)
+    group_score_top_k: int | None = setting(
+        None, "The score of a group is the sum of this many of its highest; null: top_k / top_k_groups.", minimum=1
+    )
     balance_loss: Literal["none", "batch", "sequence", "global"] = setting(
         "none", "Auxiliary load-balancing loss: over a microbatch (batch), each sequence, or the global batch."
     )

@@ -57,6 +57,7 @@ def test_every_value_that_a_file_says_has_its_line(here):
     """What has the file alone as its place is the family's own, the same whatever the file says."""
     own = {"name", "norm", "position_embedding", "norm_plus_one", "scale_embeddings", "norm_placement", "qk_norm"}
     own |= {"qkv_bias", "attention_output_bias", "mlp_bias", "parallel_residual", "embedding_dropout"}
+    own |= {"attention_sinks"}
     untold: set[str] = set()
     for name, config in PUBLISHED.items():
         section = read_model_section(write(here / "hf", config), "hf")
@@ -89,7 +90,9 @@ def test_every_value_that_a_file_says_has_its_line(here):
 
 
 SHAPE = dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), 1)
-MEANS_MORE = {"sliding_window", "no_rope_layer_interval", "sliding_window_pattern"}  # other keys have a say
+# Other keys have a say.
+MEANS_MORE = {"sliding_window", "no_rope_layer_interval", "sliding_window_pattern"}
+MEANS_MORE |= {"moe.shared_ffn_hidden_size", "moe.balance_loss", "moe.balance_loss_coeff"}
 
 
 def test_places_are_those_of_the_keys(here):

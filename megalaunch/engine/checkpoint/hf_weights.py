@@ -28,6 +28,7 @@ class HuggingFaceWeights(MappedWeights):
         """Ignored items with the reason: keys of config.json, and tensors outside the decoder."""
         try:
             model = from_hf_config(folder.config, folder.directory.resolve().name, self.notes)
+            self._weights = get_family_weights(model)
         except FamilyError as error:
             raise _family_error(folder, error.problems) from error
         if model.num_layers > len(folder.tensors):  # before a decoder of that many layers is built
@@ -35,7 +36,6 @@ class HuggingFaceWeights(MappedWeights):
             raise _family_error(
                 folder, [f"config.json has {model.num_layers:,} layers, but the files have only {count:,} tensors"]
             )
-        self._weights = get_family_weights(model)
         multimodal = get_multimodal(folder.config)
         self._vision = () if multimodal is None else multimodal.vision
         self._layout = {} if multimodal is None else multimodal.layout(folder.tensors)

@@ -111,6 +111,7 @@ def _moe(model: ModelSpec) -> MoEConfig | None:
         balance_bias=moe.balance_bias,
         num_groups=moe.num_groups,
         top_k_groups=moe.top_k_groups,
+        group_score_top_k=moe.group_score_top_k or moe.top_k // (moe.top_k_groups or 1),
     )
 
 

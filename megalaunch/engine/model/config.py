@@ -99,6 +99,7 @@ class MoEConfig:
     balance_bias: bool = False
     num_groups: int | None = None
     top_k_groups: int | None = None
+    group_score_top_k: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

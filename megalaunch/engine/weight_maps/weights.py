@@ -7,7 +7,7 @@ from typing import Any
 
 from megalaunch.engine.weight_maps import gemma3, gpt, gpt_neox, llama, phi3
 from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, Multimodal
-from megalaunch.importers.huggingface.registry import family_of, multimodal_family
+from megalaunch.importers.huggingface.registry import FamilyError, family_of, multimodal_family
 from megalaunch.schema.model import Family, ModelSpec
 
 _WEIGHTS: Mapping[Family, FamilyWeights] = {
@@ -21,7 +21,10 @@ _WEIGHTS: Mapping[Family, FamilyWeights] = {
 
 def get_family_weights(model: ModelSpec) -> FamilyWeights:
     """Return the weights of a model's family. Raises FamilyError if the family has none."""
-    return _WEIGHTS[family_of(model).name]
+    name = family_of(model).name
+    if name not in _WEIGHTS:
+        raise FamilyError([f"weights of family {name} cannot be converted yet: its config.json is read, no tensor is"])
+    return _WEIGHTS[name]
 
 
 def get_multimodal(config: Mapping[str, Any]) -> Multimodal | None:

@@ -92,10 +92,16 @@ class ConfigFile:
         if self.pop(key, None) is not None:
             self.notes.append(f"config.json: {key} ({self._data[key]!r:.80}) is ignored: {why}")
 
+    def accept_quantization(self, method: str) -> None:
+        """Accept weights that are quantised by one method: they are dequantised when they are read."""
+        quantized = self._data.get("quantization_config")
+        if isinstance(quantized, Mapping) and quantized.get("quant_method") == method:
+            self.ignore("quantization_config", "the weights are dequantised to bf16 when they are read")
+
     def reject_unknown_keys(self) -> None:
         """Make a problem of every unread key that may change the model's output; others give a note or nothing."""
         for key, value in self._data.items():
-            if key == "quantization_config" and isinstance(value, Mapping):
+            if key == "quantization_config" and isinstance(value, Mapping) and key not in self._taken:
                 method, bits = value.get("quant_method", "unnamed method"), value.get("bits")
                 self.problems.append(
                     f"config.json: the weights are quantised ({method}{f', {bits} bits' if bits else ''}); take the "

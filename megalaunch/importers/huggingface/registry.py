@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from megalaunch.importers.huggingface import (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     gpt,
     gpt_neox,
+    gpt_oss,
     llama,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from megalaunch.importers.huggingface.family import FamilySpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.multimodal import split_config
 from megalaunch.plan.attention_factor import attention_factor
+from megalaunch.plan.layers import list_layers
 from megalaunch.schema.build import SpecError, build_section
 from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.rope import RopeSpec
 
-_FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
-FAMILIES: Mapping[str, FamilySpec] = {file.FAMILY.name: file.FAMILY for file in _FILES}
+_DENSE = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
+_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, gpt_oss)
+FAMILIES: Mapping[str, FamilySpec] = {file.FAMILY.name: file.FAMILY for file in (*_DENSE, *_EXPERTS)}
 _BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
 _BY_MULTIMODAL_TYPE = {
     family.multimodal_type: family for family in FAMILIES.values() if family.multimodal_type is not None
@@ -37,6 +46,13 @@ _BY_MULTIMODAL_TYPE = {
 _WITHOUT_EFFECT = frozenset(
     {"name", "init_std", "embedding_init_std", "hidden_dropout", "embedding_dropout", "attention_dropout"}
 )
+# The same of the sections, by section: they act in training only.
+_TRAINING_ONLY = {
+    "moe": frozenset(
+        {"balance_loss", "balance_loss_coeff", "balance_bias_rate", "z_loss_coeff", "input_jitter", "router_dtype"}
+    ),
+    "mtp": frozenset({"loss_coeff"}),
+}
 
 
 class FamilyError(ValueError):
@@ -119,26 +135,40 @@ def family_of(model: ModelSpec) -> FamilySpec:
     return FAMILIES[model.family]
 
 
-def _fold_mscale(rope: RopeSpec) -> dict[str, Any]:
-    """Return the section with mscale folded into the attention factor: config.json has one number for both."""
-    values = asdict(rope)
-    if rope.scaling == "yarn" and not rope.mscale_all_dim:
-        values |= {"attention_factor": attention_factor(rope), "mscale": 1.0}
+def _comparable(model: ModelSpec) -> dict[str, Any]:
+    """Return the fields that change the model's output, with equal values for equal meanings."""
+    values = {key: value for key, value in asdict(model).items() if key not in _WITHOUT_EFFECT}
+    for section, names in _TRAINING_ONLY.items():
+        values[section] = {key: value for key, value in values[section].items() if key not in names}
+    values["rope"] |= _fold_mscale(model.rope)
+    if model.moe.num_experts is not None:
+        values["moe"] |= _expand_defaults(model)
+        if all(layer.experts for layer in list_layers(model)):
+            values["ffn_hidden_size"] = None  # no layer has a dense feed-forward block
     return values
+
+
+def _fold_mscale(rope: RopeSpec) -> dict[str, Any]:
+    """Return mscale folded into the attention factor: config.json has one number for both."""
+    if rope.scaling != "yarn" or rope.mscale_all_dim:
+        return {}
+    return {"attention_factor": attention_factor(rope), "mscale": 1.0}
+
+
+def _expand_defaults(model: ModelSpec) -> dict[str, Any]:
+    """Return the fields of `moe` whose null stands for a value."""
+    moe = model.moe
+    score = None if moe.num_groups is None else moe.group_score_top_k or moe.top_k // (moe.top_k_groups or 1)
+    return {"ffn_hidden_size": moe.ffn_hidden_size or model.ffn_hidden_size, "group_score_top_k": score}
 
 
 def differences(model: ModelSpec, other: ModelSpec) -> list[str]:
     """List every field whose difference changes the output of two models: `model.qk_norm=head (not none)`."""
-    found = []
-    for field in fields(ModelSpec):
-        if field.name in _WITHOUT_EFFECT:
-            continue
-        mine, its = getattr(model, field.name), getattr(other, field.name)
-        if field.name in ("rope", "moe", "mla", "mtp"):
-            mine, its = asdict(mine), asdict(its)
-            if field.name == "rope":
-                mine, its = _fold_mscale(model.rope), _fold_mscale(other.rope)
-            found += [f"model.{field.name}.{k}={v} (not {its[k]})" for k, v in mine.items() if v != its[k]]
+    found, others = [], _comparable(other)
+    for key, mine in _comparable(model).items():
+        its = others[key]
+        if isinstance(mine, dict):
+            found += [f"model.{key}.{k}={v} (not {its[k]})" for k, v in mine.items() if v != its[k]]
         elif mine != its:
-            found.append(f"model.{field.name}={mine} (not {its})")
+            found.append(f"model.{key}={mine} (not {its})")
     return found

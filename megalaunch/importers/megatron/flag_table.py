@@ -78,6 +78,7 @@ EXPERTS: tuple[tuple[str, str, type, Any], ...] = (
     ("moe-router-topk", "model.moe.top_k", int, 2),
     ("moe-ffn-hidden-size", "model.moe.ffn_hidden_size", int, None),
     ("moe-shared-expert-intermediate-size", "model.moe.shared_ffn_hidden_size", int, None),
+    ("moe-shared-expert-gate", "model.moe.shared_expert_gate", bool, None),
     ("moe-router-topk-scaling-factor", "model.moe.scaling_factor", float, None),
     ("moe-router-enable-expert-bias", "model.moe.balance_bias", bool, None),
     ("moe-router-bias-update-rate", "model.moe.balance_bias_rate", float, None),

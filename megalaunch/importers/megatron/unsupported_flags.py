@@ -132,7 +132,6 @@ UNSUPPORTED: dict[str, str] = {
     "only RoPE of non-interleaved halves with one position per token is supported": "rotary-interleaved mrope-section",
     "only residuals from before the norm are supported": "apply-residual-connection-post-layernorm",
     "muP is not supported": "use-mup mup-*",
-    "gates of shared experts are not supported": "moe-shared-expert-gate",
     "latent dimensions of experts are not supported": "moe-latent-size",
     "device-limited routing is not supported": "moe-router-topk-limited-devices",
     "forced or replayed routing and scores applied to inputs are not supported": """

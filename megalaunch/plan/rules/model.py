@@ -186,17 +186,18 @@ def vocab_alignment(at: RuleContext) -> Iterator[Violation]:
 _BLOCKS: dict[str, tuple[Callable[[ModelSpec], bool], tuple[str, ...]]] = {
     "experts": (
         lambda model: model.moe.num_experts is not None,
-        ("mixtral", "qwen3", "deepseek", "gpt_oss", "olmoe"),
+        ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe"),
     ),
     "shared experts": (
         lambda model: model.moe.num_experts is not None and model.moe.shared_ffn_hidden_size > 0,
-        ("deepseek",),
+        ("qwen2_moe", "deepseek_v2", "deepseek_v3"),
     ),
-    "latent attention": (lambda model: model.mla.kv_lora_rank is not None, ("deepseek",)),
-    "multi-token prediction": (lambda model: model.mtp.num_layers > 0, ("deepseek",)),
+    "the gate of shared experts": (lambda model: model.moe.shared_expert_gate, ("qwen2_moe",)),
+    "latent attention": (lambda model: model.mla.kv_lora_rank is not None, ("deepseek_v2", "deepseek_v3")),
+    "multi-token prediction": (lambda model: model.mtp.num_layers > 0, ("deepseek_v3",)),
     "attention sinks": (lambda model: model.attention_sinks, ("gpt_oss",)),
     "learned positions": (lambda model: model.position_embedding == "learned", ("gpt",)),
-    "QK norm": (lambda model: model.qk_norm != "none", ("qwen3", "gemma3", "olmo2", "olmoe")),
+    "QK norm": (lambda model: model.qk_norm != "none", ("qwen3", "qwen3_moe", "gemma3", "olmo2", "olmoe")),
     "norms after the blocks": (lambda model: model.norm_placement != "pre", ("gemma2", "gemma3", "olmo2")),
     "soft caps": (
         lambda model: model.attn_logit_softcapping is not None or model.final_logit_softcapping is not None,

@@ -20,6 +20,7 @@ class _Groups:
     top_k: int
     groups: int
     used: int
+    scored: int | None
 
 
 def num_experts(at: RuleContext) -> Iterator[tuple[MoESpec, int]]:
@@ -34,7 +35,7 @@ def _groups(at: RuleContext) -> _Groups | None:
     moe = at.spec.model.moe
     if moe.num_experts is None or moe.num_groups is None or moe.top_k_groups is None:
         return None
-    return _Groups(moe.num_experts, moe.top_k, moe.num_groups, moe.top_k_groups)
+    return _Groups(moe.num_experts, moe.top_k, moe.num_groups, moe.top_k_groups, moe.group_score_top_k)
 
 
 @rule("router.top_1", "With top_k 1 normalize_top_k is off.")
@@ -144,22 +145,47 @@ def groups_used(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("router.top_k_by_groups", "top_k is divisible by top_k_groups.")
+@rule("router.top_k_by_groups", "top_k is divisible by top_k_groups, or group_score_top_k is set.")
 def top_k_by_groups(at: RuleContext) -> Iterator[Violation]:
-    """A group is scored by its best top_k / top_k_groups experts.
+    """By default a group is scored by its best top_k / top_k_groups experts.
 
     Megatron-LM rounds down silently: with fewer experts than groups every group's score is 0.
     """
     g = _groups(at)
-    if g is not None and g.used <= g.groups and g.top_k % g.used:
+    if g is not None and g.scored is None and g.used <= g.groups and g.top_k % g.used:
         yield Violation(
             "model.moe.top_k_groups",
             f"top_k {g.top_k} is not divisible by top_k_groups {g.used}",
             {"top_k": g.top_k, "top_k_groups": g.used},
             (
+                {"model.moe.group_score_top_k": 1},
                 *nearest("model.moe.top_k_groups", g.used, lambda n: g.top_k % n == 0 and n <= g.groups, 2),
                 *nearest("model.moe.top_k", g.top_k, lambda n: n % g.used == 0, 1),
             ),
+        )
+
+
+@rule("router.group_score", "group_score_top_k is at most the experts of a group, and set only with groups.")
+def group_score(at: RuleContext) -> Iterator[Violation]:
+    """A group's score is the sum of that many scores of its experts."""
+    g, scored = _groups(at), at.spec.model.moe.group_score_top_k
+    if scored is None or at.spec.model.moe.num_experts is None:
+        return
+    if g is None:
+        yield Violation(
+            "model.moe.group_score_top_k",
+            f"group_score_top_k {scored} has no effect: there are no groups (num_groups, top_k_groups)",
+            {"group_score_top_k": scored},
+            ({"model.moe.group_score_top_k": None},),
+            severity="warning",
+        )
+    elif g.experts % g.groups == 0 and scored > g.experts // g.groups:
+        size = g.experts // g.groups
+        yield Violation(
+            "model.moe.group_score_top_k",
+            f"group_score_top_k {scored} is above the {size} experts of a group",
+            {"group_score_top_k": scored, "available": size},
+            ({"model.moe.group_score_top_k": size}, {"model.moe.group_score_top_k": None}),
         )
 
 
@@ -174,7 +200,7 @@ def groups_hold_top_k(at: RuleContext) -> Iterator[Violation]:
         enough = nearest(
             "model.moe.top_k_groups",
             g.used,
-            lambda n: n <= g.groups and n * size >= g.top_k and g.top_k % n == 0,
+            lambda n: n <= g.groups and n * size >= g.top_k and (g.scored is not None or g.top_k % n == 0),
             2,
         )
         yield Violation(

@@ -71,16 +71,17 @@ def write_recipe(name: str, values: Mapping[str, Any], platform: str | None, sou
 
 def infer_family(values: Mapping[str, Any]) -> str:
     """Return the family whose architecture and tensor names fit the values best."""
+    experts = values.get("model.moe.num_experts")
     if values.get("model.mla.kv_lora_rank"):
-        return "deepseek"
+        return "deepseek_v3" if values.get("model.moe.score") == "sigmoid" else "deepseek_v2"
     if values.get("model.attention_sinks"):
         return "gpt_oss"
     if values.get("model.norm") == "layernorm":
         return "gpt"
     if values.get("model.qk_norm") == "head":
-        return "qwen3"
-    if values.get("model.moe.num_experts"):
-        return "mixtral"
+        return "qwen3_moe" if experts else "qwen3"
+    if experts:
+        return "qwen2_moe" if values.get("model.moe.shared_expert_gate") else "mixtral"
     if values.get("model.qkv_bias"):
         return "qwen2"
     return "mistral" if values.get("model.sliding_window") else "llama"

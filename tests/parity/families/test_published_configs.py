@@ -30,6 +30,11 @@ QUICK = (
 )
 
 
+def has_weights(name: str) -> bool:
+    """Whether the engine has the blocks of the family."""
+    return not PUBLISHED[name].keys() & {"num_experts_per_tok"}
+
+
 def config_of(variant: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a small model, with every key that transformers writes."""
     kind, values = VARIANTS[variant]
@@ -44,7 +49,7 @@ def _one_thread():
 
 def test_there_are_some_sixty_and_every_family():
     assert len(PUBLISHED) >= 60
-    assert len({config["model_type"] for config in PUBLISHED.values()}) == 12
+    assert len({config["model_type"] for config in PUBLISHED.values()}) == 19
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -73,7 +78,7 @@ def test_it_is_read_as_transformers_reads_it(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in QUICK and has_weights(name)])
 def test_each_other_is_read_as_transformers_reads_it(name):
     verification = verify_config(PUBLISHED[name])
     assert verification.agrees or (name == NAMELESS and verification.reader is None), verification

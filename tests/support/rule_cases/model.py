@@ -16,7 +16,7 @@ MODEL = {
     "model.norm_epsilon": Case("model.norm_epsilon=0", "model.norm_epsilon=1e-12"),
     "model.widths_alignment": Case("model.ffn_hidden_size=66", "model.ffn_hidden_size=72", ON_GPUS),
     "model.vocab_alignment": Case("model.vocab_size=321", "model.vocab_size=384", ON_GPUS),
-    "model.family_blocks": Case("model.family=llama", "model.family=qwen3", MIXTRAL),
+    "model.family_blocks": Case("model.family=llama", "model.family=qwen3_moe", MIXTRAL),
 }
 ATTENTION = {
     "attention.window_idle": Case(
@@ -84,7 +84,7 @@ MTP = {
     "mtp.loss": Case("model.mtp.loss_coeff=0", "model.mtp.loss_coeff=0.01", DEEPSEEK),
     "mtp.positions": Case(
         "model.position_embedding=learned", "model.position_embedding=none",
-        (*TINY, "model.mtp.num_layers=1", "model.family=deepseek"),
+        (*TINY, "model.mtp.num_layers=1", "model.family=deepseek_v3"),
     ),
     "mtp.recompute": Case(
         "recompute.num_layers=2", "recompute.num_layers=1", (*DEEPSEEK, "recompute.granularity=full")
@@ -134,7 +134,10 @@ ROUTER = {
         "model.moe.num_groups=3", "model.moe.num_groups=2", (*DEEPSEEK, "model.moe.top_k_groups=1")
     ),
     "router.groups_used": Case("model.moe.top_k_groups=5", "model.moe.top_k_groups=4 model.moe.top_k=4", DEEPSEEK),
-    "router.top_k_by_groups": Case("model.moe.top_k=3", "model.moe.top_k=4", DEEPSEEK),
+    "router.top_k_by_groups": Case(
+        "model.moe.top_k=3", "model.moe.top_k=4", (*DEEPSEEK, "model.moe.group_score_top_k=null")
+    ),
+    "router.group_score": Case("model.moe.group_score_top_k=3", "model.moe.group_score_top_k=1", DEEPSEEK),
     "router.groups_hold_top_k": Case(
         "model.moe.top_k=4", "model.moe.top_k=2", (*DEEPSEEK, "model.moe.top_k_groups=1")
     ),
@@ -177,7 +180,7 @@ OVERLAP = {
         "precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")
     ),
     "overlap_moe.mtp": Case(
-        "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek")
+        "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek_v3")
     ),
 }  # fmt: skip
 CASES = {**MODEL, **ATTENTION, **ROPE, **MTP, **EXPERTS, **ROUTER, **OVERLAP}

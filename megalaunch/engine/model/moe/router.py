@@ -62,5 +62,5 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             scores_TE = scores_TE + self.expert_bias
         if config.num_groups is not None and config.top_k_groups is not None:
-            scores_TE = mask_other_groups(scores_TE, config.num_groups, config.top_k_groups, config.top_k)
+            scores_TE = mask_other_groups(scores_TE, config.num_groups, config.top_k_groups, config.group_score_top_k)
         return top_k_stable(scores_TE, config.top_k)

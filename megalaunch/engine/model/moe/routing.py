@@ -28,13 +28,13 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
     return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def mask_other_groups(scores_TE: Tensor, num_groups: int, top_k_groups: int, top_k: int) -> Tensor:
+def mask_other_groups(scores_TE: Tensor, num_groups: int, top_k_groups: int, scored: int) -> Tensor:
     """Set the scores of experts outside of each token's best groups to -inf (DeepSeek-V3 report, section 2.1.2).
 
-    A group's score is the sum of its best top_k / top_k_groups experts.
+    A group's score is the sum of its best `scored` scores.
     """
     scores_TGe = scores_TE.view(scores_TE.shape[0], num_groups, -1)
-    best_TGn = scores_TGe.topk(top_k // top_k_groups, dim=-1).values
+    best_TGn = scores_TGe.topk(scored, dim=-1).values
     chosen = top_k_stable(best_TGn.sum(-1), top_k_groups)
     others_TG = torch.ones_like(best_TGn[..., 0], dtype=torch.bool).scatter(1, chosen, False)
     return scores_TGe.masked_fill(others_TG[..., None], -math.inf).flatten(1)

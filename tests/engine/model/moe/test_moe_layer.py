@@ -132,6 +132,7 @@ def deepseek() -> Family:
         balance_bias=True,
         num_groups=4,
         top_k_groups=2,
+        group_score_top_k=2,
     )
     return Family(DeepseekV3MoE(theirs), config, fused, bias="gate.e_score_correction_bias")
 
