@@ -36,6 +36,9 @@ GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_po
 NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 GEMMA = {**_LLAMA, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 10}
 
+_MOE = {**_LLAMA, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+_QWEN = {"num_experts": 5, "moe_intermediate_size": 20}
+
 # name: the class of the configuration, and what it is made with
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
@@ -108,6 +111,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2Config", dict(_LLAMA)),
+    "mixtral": ("MixtralConfig", {**_MOE, "num_local_experts": 5, "sliding_window": 7}),
+    "qwen2 moe": ("Qwen2MoeConfig", {**_MOE, **_QWEN, "shared_expert_intermediate_size": 36, "head_dim": 8}),
+    "qwen3 moe": ("Qwen3MoeConfig", {**_MOE, **_QWEN, "head_dim": 12, "norm_topk_prob": True}),
+    "qwen3 moe sparse": ("Qwen3MoeConfig", {**_MOE, **_QWEN, "head_dim": 8, "decoder_sparse_step": 2}),
+    "olmoe": ("OlmoeConfig", {**_MOE, "num_experts": 6, "num_experts_per_tok": 3}),
+    "gpt oss": (
+        "GptOssConfig",
+        {
+            **_MOE,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+        },
+    ),
     "pythia": ("GPTNeoXConfig", {**NEOX, **rope("default", partial_rotary_factor=0.25)}),
     "pythia in turn": (
         "GPTNeoXConfig",

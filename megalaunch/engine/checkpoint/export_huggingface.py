@@ -16,7 +16,7 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes, require_new
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import COMPANIONS
-from megalaunch.engine.checkpoint.load_tensors import full_tensor
+from megalaunch.engine.checkpoint.load_tensors import full_row, full_tensor
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS
@@ -30,6 +30,7 @@ from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.spec_file import read_spec
 
 Prove = Callable[["StoredWeights", Path], dict[str, Any]]
+_EXPERT_BIAS = ".router.expert_bias"  # keeps its dtype: it changes by small steps
 
 
 class StoredWeights:
@@ -51,6 +52,10 @@ class StoredWeights:
         """Read one parameter in its stored dtype."""
         tensor = full_tensor(self.checkpoint, WEIGHTS + name, self._tensor_index, {})
         return tensor[: self.shapes[name][0]] if name in VOCAB_PARALLEL_PARAMS else tensor
+
+    def read_row(self, name: str, row: int) -> Tensor:
+        """Read one row of a parameter's first dimension."""
+        return full_row(self.checkpoint, WEIGHTS + name, row, self._tensor_index, {})
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""
@@ -126,10 +131,14 @@ def _sources(
     weights: StoredWeights, pair: WeightMapping, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, TensorSource]]:
     """Yield the Hugging Face tensors of one mapping. Each is converted when it is written."""
-    shapes, kind = pair.shapes_of_theirs(weights.shapes), dtype or weights.dtype(pair.ours[0])
+    shapes, kind = pair.shapes_of_theirs(weights.shapes), weights.dtype(pair.ours[0])
+    if dtype is not None and not pair.ours[0].endswith(_EXPERT_BIAS):
+        kind = dtype
     for index, name in enumerate(pair.theirs):
 
         def data(index: int = index) -> Tensor:
+            if pair.stacked:
+                return weights.read_row(pair.ours[0], index).to(kind)
             made = pair.to_theirs([weights.read(own) for own in pair.ours])[index]
             return made.to(kind)
 

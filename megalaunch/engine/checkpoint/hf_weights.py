@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,9 +11,12 @@ import torch
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
+from megalaunch.engine.checkpoint.quantized_weights import DequantizedFolder
 from megalaunch.engine.weight_maps.weight_mapping import stored_name
 from megalaunch.engine.weight_maps.weights import get_family_weights, get_multimodal
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.mtp import MultiTokenSpec
 
 
 class HuggingFaceWeights(MappedWeights):
@@ -31,8 +35,9 @@ class HuggingFaceWeights(MappedWeights):
             self._weights = get_family_weights(model)
         except FamilyError as error:
             raise _family_error(folder, error.problems) from error
-        if model.num_layers > len(folder.tensors):  # before a decoder of that many layers is built
-            count = len(folder.tensors)
+        source = DequantizedFolder(folder)
+        if model.num_layers > len(source.tensors):  # before a decoder of that many layers is built
+            count = len(source.tensors)
             raise _family_error(
                 folder, [f"config.json has {model.num_layers:,} layers, but the files have only {count:,} tensors"]
             )
@@ -43,10 +48,18 @@ class HuggingFaceWeights(MappedWeights):
         if skipped:
             self.notes.append(f"{len(skipped)} tensors of the image encoder ({skipped[0]}, ...) are not read")
         self._bare = not any(name.startswith(self._weights.prefix) for name in folder.tensors)
-        super().__init__(folder, model, list(self._weights.tensors(model)))
+        model = self._without_absent_mtp(model, source)
+        super().__init__(source, model, self._weights.mappings(model, source.tensors))
         problems = list(self.problems("config.json expects"))
         if problems:
             raise _family_error(folder, problems)
+
+    def _without_absent_mtp(self, model: ModelSpec, source: DequantizedFolder) -> ModelSpec:
+        """Return the model without multi-token prediction if the files have none: transformers saves none."""
+        if not model.mtp.num_layers or any(f"layers.{model.num_layers}." in name for name in source.tensors):
+            return model
+        self.notes.append("the files have no layers of multi-token prediction (num_nextn_predict_layers): none is read")
+        return replace(model, mtp=MultiTokenSpec())
 
     @property
     def origin(self) -> Mapping[str, object]:

@@ -58,7 +58,7 @@ def save_source_files(source: Path, directory: RunDirectory, num_tokens: int) ->
 def _load(source: Path, model: ModelSpec, parts: ModelParts) -> None:
     weights = _open(source)
     _require_same(source, model, weights.model)
-    wanted = dict(parts.named_parameters())
+    wanted: dict[str, Tensor] = {**dict(parts.named_parameters()), **dict(parts.named_buffers())}
     for name, value in _iter_weights(weights, wanted):
         copy_from_global_(wanted[name], _pad_vocab(name, value, wanted[name].shape))
 
@@ -92,7 +92,7 @@ def _newest(checkpoints: Path) -> Path | None:
 
 
 def _iter_weights(
-    weights: HuggingFaceWeights | StoredWeights, wanted: dict[str, torch.nn.Parameter]
+    weights: HuggingFaceWeights | StoredWeights, wanted: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the wanted parameters; each stored tensor is read once."""
     if isinstance(weights, HuggingFaceWeights):

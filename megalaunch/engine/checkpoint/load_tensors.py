@@ -51,6 +51,23 @@ def full_tensor(directory: Path, name: str, tensor_index: TensorIndex, files: di
     return full
 
 
+def full_row(
+    directory: Path, name: str, row: int, tensor_index: TensorIndex, files: dict[str, MappedFile]
+) -> torch.Tensor:
+    """Assemble one row of a tensor's first dimension from the chunks that hold parts of it; `files` as above."""
+    stored, dtype = tensor_index[name], DTYPES[tensor_index[name].dtype]
+    full = torch.empty(stored.shape[1:], dtype=dtype)
+    for chunk in stored.chunks:
+        first = chunk.offsets[0]
+        if not first <= row < first + chunk.shape[0]:
+            continue
+        if chunk.file not in files:
+            files[chunk.file] = MappedFile(directory / chunk.file)
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets[1:], chunk.shape[1:], strict=True))
+        full[box] = stored_slice(files[chunk.file], name, dtype, chunk.shape)[row - first]
+    return full
+
+
 def stored_slice(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor of a file. Raises CheckpointError if its dtype or shape contradicts the tensor index."""
     part = file.tensor(name)

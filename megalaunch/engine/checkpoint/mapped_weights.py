@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -79,22 +79,57 @@ class MappedWeights:
                 yield f"missing: {name} {list(shape)}"
             elif found[name].shape != tuple(shape):
                 yield f"wrong shape: {name} is {list(found[name].shape)}, {source} {list(shape)}"
-            elif not DTYPES[found[name].dtype].is_floating_point:
+            elif not DTYPES[found[name].dtype].is_floating_point or DTYPES[found[name].dtype].itemsize == 1:
                 yield f"{name} is stored as {found[name].dtype}: quantized weights are not supported"
+        for pair in self.pairs:
+            yield from self._dtype_problems(pair)
         for name in found:
             if name not in expected and not self.is_ignorable(name):
                 yield f"unexpected: {name} {list(found[name].shape)}"
 
+    def _dtype_problems(self, pair: WeightMapping) -> Iterator[str]:
+        """Yield a problem if tensors that become one parameter have several dtypes."""
+        found = [name for name in map(self.tensor_infos, pair.theirs) if name in self._tensors.tensors]
+        for name in found if len(pair.ours) == 1 else ():
+            dtype, first = self._tensors.tensors[name].dtype, self._tensors.tensors[found[0]].dtype
+            if dtype != first:
+                yield f"{name} is {dtype}, but {found[0]} is {first}: they become one parameter"
+
     def _our_shape(self, pair: WeightMapping) -> dict[str, Tensor]:
-        theirs = [self._tensors.read(self.tensor_infos(name)) for name in pair.theirs]
-        return dict(zip(pair.ours, pair.to_ours(theirs), strict=True))
+        theirs = _ReadWhenTaken(self._tensors, [self.tensor_infos(name) for name in pair.theirs])
+        try:
+            return dict(zip(pair.ours, pair.to_ours(theirs), strict=True))
+        except ValueError as error:  # tensors that contradict each other
+            raise CheckpointError(str(error)) from error
+
+
+class _ReadWhenTaken(Sequence[Tensor]):
+    """Stored tensors, each read when it is taken: a transform may take one at a time."""
+
+    def __init__(self, source: TensorSource, names: Sequence[str]) -> None:
+        self._source, self._names = source, names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return _ReadWhenTaken(self._source, self._names[index])
+        return self._source.read(self._names[index])
 
 
 def parameter_shapes(model: ModelSpec) -> Mapping[str, torch.Size]:
-    """Return the global shapes of the decoder's parameters by name. Raises CheckpointError for impossible sizes."""
+    """Return the global shapes of the decoder's parameters and buffers by name.
+
+    Raises CheckpointError for impossible sizes.
+    """
     try:
         with torch.device("meta"):
             decoder = build_decoder(model)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # sizes that overflow torch's integers
         raise CheckpointError(f"invalid model sizes: {str(error).splitlines()[0][:200]}") from error
-    return {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    return {name: tensor.shape for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.layers import Embedding, Linear
+from megalaunch.engine.model.moe.experts import GroupedLinear
 from megalaunch.schema.model import ModelSpec
 
 Read = Callable[[str], Tensor]
@@ -29,6 +30,8 @@ def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
         prefix = "embedding." if module is head and model.tie_word_embeddings else f"{path}."
         if isinstance(module, Linear):
             decoder.set_submodule(path, _StreamedLinear(prefix, read, biased=module.bias is not None))
+        elif isinstance(module, GroupedLinear):
+            decoder.set_submodule(path, _StreamedGroupedLinear(prefix, read, biased=module.bias is not None))
         elif module is not embedding and any(True for _ in module.parameters(recurse=False)):
             _load_vectors_on_demand(module, prefix, read)
     logits: Tensor = decoder(_lookup_rows(embedding, read, tokens_BS))
@@ -59,13 +62,35 @@ class _StreamedLinear(nn.Module):
         return product + self._read(f"{self._prefix}bias").float() if self._biased else product
 
 
+class _StreamedGroupedLinear(nn.Module):
+    """x W_e^T (+ b_e), in place of a `GroupedLinear`: reads W on every call and converts one expert at a time."""
+
+    def __init__(self, prefix: str, read: Read, biased: bool) -> None:
+        super().__init__()
+        self._prefix, self._read, self._biased = prefix, read, biased
+
+    def forward(self, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Apply the layer, [R, in] -> [R, out]; the rows of expert e end before offsets[e]."""
+        weight_EFH, ends = self._read(f"{self._prefix}weight"), offsets_E.tolist()
+        bias_EF = self._read(f"{self._prefix}bias").float() if self._biased else None
+        y_RF = x_RH.new_zeros(x_RH.shape[0], weight_EFH.shape[1])
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start < end:
+                bias = None if bias_EF is None else bias_EF[expert]
+                y_RF[start:end] = F.linear(x_RH[start:end], weight_EFH[expert].float(), bias)
+        return y_RF
+
+
 def _load_vectors_on_demand(module: nn.Module, prefix: str, read: Read) -> None:
-    """Load a module's own parameters (norms, attention sinks) before each forward."""
+    """Load a module's own parameters and buffers (norms, attention sinks, routers) before each forward."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
+    buffers = [name for name, _ in module.named_buffers(recurse=False)]
 
     def before(module: nn.Module, inputs: Any) -> None:
         for name in names:
             _set_param(module, name, read(prefix + name))
+        for name in buffers:
+            setattr(module, name, read(prefix + name).float())
 
     module.register_forward_pre_hook(before)
 

@@ -141,6 +141,8 @@ def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
         per_head = min(per_head, max(1, _HIDDEN // few))
     hidden = per_head * few
     layers = min(model.num_layers, _period(model) + 1 if _period(model) > 1 else _LAYERS)
+    if model.moe.num_experts is not None:  # dense layers first: two layers with experts follow
+        layers = min(model.num_layers, max(layers, model.moe.first_k_dense_replace + 2))
     sizes = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -156,12 +158,33 @@ def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
         del sizes["num_key_value_heads"]  # both have only multi-head attention
     names = _GPT2 if config["model_type"] == "gpt2" else {}
     small = {**config, **{names.get(key, key): value for key, value in sizes.items()}}
+    small |= _shrink_experts(config, model, hidden / model.hidden_size)
     for key in ("layer_types", "no_rope_layers"):
         if isinstance(small.get(key), list):
             small[key] = small[key][:layers]
     if small.get("sliding_window") is not None:
         small["sliding_window"] = min(small["sliding_window"], _WINDOW)
     return small
+
+
+def _shrink_experts(config: Mapping[str, Any], model: ModelSpec, part: float) -> dict[str, Any]:
+    """Return the sizes of experts: `part` of their width, and at most 4 experts of a group, or twice top_k of none."""
+    moe = model.moe
+    if moe.num_experts is None:
+        return {}
+    few = min(moe.num_experts, 2 * moe.top_k)
+    if moe.num_groups is not None:
+        few = moe.num_groups * min(moe.num_experts // moe.num_groups, 4)
+    sizes: dict[str, Any] = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), few)
+    for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if isinstance(config.get(key), int):
+            sizes[key] = max(8, round(config[key] * part)) if config[key] else 0
+    sizes |= {
+        "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
+        "quantization_config": None,
+    }  # neither is in transformers' modules
+    return {key: value for key, value in sizes.items() if key in config}
 
 
 def _period(model: ModelSpec) -> int:
@@ -200,9 +223,18 @@ def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
         for name, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
                 parameter.add_(torch.rand(parameter.shape, generator=generator) * 0.6 - 0.3)
+            elif name.endswith((".gate.weight", ".router.weight")):  # scores that differ, and do not saturate
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
             else:  # large enough scores that soft caps and scales change the logits
-                size = 0.3 if "emb" in name or ".wte" in name or ".wpe" in name else 2 / math.sqrt(min(parameter.shape))
+                size = (
+                    0.3
+                    if "emb" in name or ".wte" in name or ".wpe" in name
+                    else 2 / math.sqrt(min(parameter.shape[-2:]))
+                )
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith(".e_score_correction_bias"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.2 - 0.1)
     return model.eval()
 
 
@@ -211,9 +243,9 @@ def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str,
     multimodal = get_multimodal(config)
     layout = {} if multimodal is None else multimodal.layout(theirs)
     decoder = build_decoder(model).eval()
-    parameters = dict(decoder.named_parameters())
+    parameters = {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())}
     named = {"embed_out.weight": theirs["lm_head.weight"], **theirs}  # the name in GPT-NeoX files
-    for pair in get_family_weights(model).tensors(model):
+    for pair in get_family_weights(model).mappings(model, named):
         found = [named[stored_name(key, layout)] for key in pair.theirs]
         for name, value in zip(pair.ours, pair.to_ours(found), strict=True):
             parameter = parameters.pop(name)

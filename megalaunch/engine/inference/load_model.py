@@ -152,7 +152,11 @@ def _decoder_from_folder(source: ModelSource, dtype: torch.dtype, device: torch.
     weights = HuggingFaceWeights(HuggingFaceFolder(source.checkpoint))
     with torch.device("meta"):
         decoder = build_decoder(source.spec.model)
-    placed = {name: value.to(device, dtype) for name, value in weights.iter_mapped(weights.shapes.keys())}
+    kept = dict(decoder.named_buffers())  # fp32: they balance experts in small steps
+    placed = {
+        name: value.to(device, kept[name].dtype if name in kept else dtype)
+        for name, value in weights.iter_mapped(weights.shapes.keys())
+    }
     decoder.load_state_dict(placed, strict=False, assign=True)
     decoder.tie()
     return decoder.eval()
@@ -215,7 +219,7 @@ def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.
     with torch.device("meta"):
         wide = spec.precision.residual_dtype == "fp32" and dtype != torch.float32
         decoder = build_decoder(spec.model, block_dtype=dtype if wide else None)
-    shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}
     weights = read_tensors(checkpoint, [WEIGHTS + name for name in shapes])
     for name, shape in shapes.items():
         stored = weights[WEIGHTS + name]
@@ -223,7 +227,10 @@ def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.
             stored = weights[WEIGHTS + name] = stored[: shape[0]]
         if stored.shape != shape:
             raise ValueError(f"{name} has shape {list(stored.shape)}, but {SPEC_FILE} needs {list(shape)}")
-    placed = {name: weights.pop(WEIGHTS + name).to(device, dtype) for name in shapes}
+    kept = dict(decoder.named_buffers())
+    placed = {
+        name: weights.pop(WEIGHTS + name).to(device, kept[name].dtype if name in kept else dtype) for name in shapes
+    }
     decoder.load_state_dict(placed, strict=False, assign=True)  # not strict: a tied head has no tensor of its own
     decoder.tie()
     return decoder.eval()

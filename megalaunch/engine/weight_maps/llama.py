@@ -20,25 +20,27 @@ _NORMS = {
 }
 
 
-def layer_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
-    """Map all tensors of one layer."""
-    theirs, ours = f"model.layers.{index}.", f"layers.{index}."
+def attention_mapping(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
+    """Map the attention of one layer; `theirs` and `ours` are the prefixes of the layer's names."""
     for projection in ("q_proj", "k_proj", "v_proj"):
         yield from linear(f"{theirs}self_attn.{projection}", f"{ours}attention.{projection}", model.qkv_bias)
     yield from linear(f"{theirs}self_attn.o_proj", f"{ours}attention.o_proj", model.attention_output_bias)
     if model.qk_norm != "none":
         for norm in ("q_norm", "k_norm"):
             yield rename(f"{theirs}self_attn.{norm}.weight", f"{ours}attention.{norm}.weight")
+
+
+def mlp_mapping(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
+    """Map a feed-forward block; `theirs` and `ours` are the prefixes of its names."""
     for projection in ("gate_proj", "up_proj", "down_proj"):
         if projection != "gate_proj" or model.activation in GATED:
-            yield from linear(f"{theirs}mlp.{projection}", f"{ours}mlp.{projection}", model.mlp_bias)
-    yield from norm_mapping(model, index)
+            yield from linear(f"{theirs}{projection}", f"{ours}{projection}", model.mlp_bias)
 
 
-def norm_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
+def norm_mapping(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
     """Map the norms of one layer."""
-    for ours, theirs in _NORMS[model.norm_placement].items():
-        yield rename(f"model.layers.{index}.{theirs}.weight", f"layers.{index}.{ours}.weight")
+    for our_norm, their_norm in _NORMS[model.norm_placement].items():
+        yield rename(f"{theirs}{their_norm}.weight", f"{ours}{our_norm}.weight")
 
 
 def linear(theirs: str, ours: str, bias: bool) -> Iterator[WeightMapping]:
@@ -60,7 +62,10 @@ def tensors(model: ModelSpec) -> Iterator[WeightMapping]:
     """Map all tensors of the model."""
     yield from embedding_and_head_mapping(model)
     for index in range(model.num_layers):
-        yield from layer_mapping(model, index)
+        theirs, ours = f"model.layers.{index}.", f"layers.{index}."
+        yield from attention_mapping(model, theirs, ours)
+        yield from mlp_mapping(model, f"{theirs}mlp.", f"{ours}mlp.")
+        yield from norm_mapping(model, theirs, ours)
 
 
 WEIGHTS = FamilyWeights(tensors)

@@ -23,7 +23,7 @@ def _tensors(model: ModelSpec) -> Iterator[WeightMapping]:
         entries = [f"{ours}mlp.{name}_proj.weight" for name in ("gate", "up")]
         yield concat_rows(f"{theirs}mlp.gate_up_proj.weight", entries, (width, width))
         yield rename(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.down_proj.weight")
-        yield from norm_mapping(model, index)
+        yield from norm_mapping(model, theirs, ours)
 
 
 WEIGHTS = FamilyWeights(_tensors)

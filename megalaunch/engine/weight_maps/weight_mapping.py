@@ -24,6 +24,8 @@ class WeightMapping:
     ours: tuple[str, ...]
     to_ours: Transform
     to_theirs: Transform
+    stacked: bool = False
+    """The parameter is the stack of the foreign tensors along a new first dimension: each may be read by itself."""
 
     def shapes_of_theirs(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Return the foreign tensors' shapes, given the parameters' shapes. Raises KeyError for a missing parameter."""
@@ -109,8 +111,16 @@ class FamilyWeights:
     """The tensors of one family. Older files omit `prefix` before all names but the head's."""
 
     tensors: Callable[[ModelSpec], Iterator[WeightMapping]]
+    """The names of published files, in which exports are written."""
+    fused: Callable[[ModelSpec], Iterator[WeightMapping]] | None = None
+    """Names with the experts of a layer in one tensor, as in transformers' modules, which can be saved like that."""
     prefix: str = ""
     dropped: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Suffixes of stored buffers, which are computed and not loaded."""
     multimodal: Multimodal | None = None
     """Tensor names in the multimodal model that contains this family's decoder."""
+
+    def mappings(self, model: ModelSpec, held: Collection[str]) -> list[WeightMapping]:
+        """Return the mappings of files that hold the tensors `held`."""
+        fused = self.fused is not None and any(name.endswith(".experts.gate_up_proj") for name in held)
+        return list(self.fused(model) if fused and self.fused is not None else self.tensors(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.engine.weight_maps import gemma3, gpt, gpt_neox, llama, phi3
+from megalaunch.engine.weight_maps import gemma3, gpt, gpt_neox, gpt_oss, llama, mixtral, phi3
 from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, Multimodal
 from megalaunch.importers.huggingface.registry import FamilyError, family_of, multimodal_family
 from megalaunch.schema.model import Family, ModelSpec
@@ -15,6 +15,9 @@ _WEIGHTS: Mapping[Family, FamilyWeights] = {
     "gpt_neox": gpt_neox.WEIGHTS,
     "phi3": phi3.WEIGHTS,
     "gemma3": gemma3.WEIGHTS,
+    "mixtral": mixtral.MIXTRAL,
+    "gpt_oss": gpt_oss.WEIGHTS,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), mixtral.WEIGHTS),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "olmo2"), llama.WEIGHTS),
 }
 

@@ -110,4 +110,7 @@ _DEFAULTS = {
     "first_k_dense_replace": 0,
     "routed_scaling_factor": 1.0,
 }
-FAMILY = FamilySpec("deepseek_v2", "deepseek_v2", "DeepseekV2ForCausalLM", _read, _write, defaults=_DEFAULTS)
+_ALIASES = {"num_experts": "n_routed_experts"}
+FAMILY = FamilySpec(
+    "deepseek_v2", "deepseek_v2", "DeepseekV2ForCausalLM", _read, _write, defaults=_DEFAULTS, aliases=_ALIASES
+)

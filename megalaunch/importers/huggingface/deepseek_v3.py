@@ -54,4 +54,7 @@ _DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
 }
-FAMILY = FamilySpec("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM", _read, _write, defaults=_DEFAULTS)
+_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+FAMILY = FamilySpec(
+    "deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM", _read, _write, defaults=_DEFAULTS, aliases=_ALIASES
+)

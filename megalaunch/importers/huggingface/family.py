@@ -25,6 +25,8 @@ class FamilySpec:
     write: Callable[[ModelSpec], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults of keys that published files omit."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys, which some versions of transformers write: other name to name."""
     multimodal_type: str | None = None
     """model_type of the multimodal model that contains this family's decoder."""
 

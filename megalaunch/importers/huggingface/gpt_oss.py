@@ -53,4 +53,5 @@ _DEFAULTS = {
     "num_experts_per_tok": 4,
     "attention_bias": True,
 }
-FAMILY = FamilySpec("gpt_oss", "gpt_oss", "GptOssForCausalLM", _read, _write, defaults=_DEFAULTS)
+_ALIASES = {"num_experts": "num_local_experts"}
+FAMILY = FamilySpec("gpt_oss", "gpt_oss", "GptOssForCausalLM", _read, _write, defaults=_DEFAULTS, aliases=_ALIASES)

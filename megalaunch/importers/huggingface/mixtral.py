@@ -35,4 +35,5 @@ _DEFAULTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-FAMILY = FamilySpec("mixtral", "mixtral", "MixtralForCausalLM", _read, _write, defaults=_DEFAULTS)
+_ALIASES = {"num_experts": "num_local_experts"}
+FAMILY = FamilySpec("mixtral", "mixtral", "MixtralForCausalLM", _read, _write, defaults=_DEFAULTS, aliases=_ALIASES)

@@ -36,4 +36,5 @@ _DEFAULTS = {
     "num_experts_per_tok": 8,
     "router_aux_loss_coef": 0.01,
 }
-FAMILY = FamilySpec("olmoe", "olmoe", "OlmoeForCausalLM", _read, _write, defaults=_DEFAULTS)
+_ALIASES = {"num_local_experts": "num_experts"}
+FAMILY = FamilySpec("olmoe", "olmoe", "OlmoeForCausalLM", _read, _write, defaults=_DEFAULTS, aliases=_ALIASES)

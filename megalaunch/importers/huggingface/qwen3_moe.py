@@ -52,4 +52,7 @@ _DEFAULTS = {
     "moe_intermediate_size": 768,
     "intermediate_size": 6144,
 }
-FAMILY = FamilySpec("qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM", _read, _write, defaults=_DEFAULTS)
+_ALIASES = {"num_local_experts": "num_experts"}
+FAMILY = FamilySpec(
+    "qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM", _read, _write, defaults=_DEFAULTS, aliases=_ALIASES
+)

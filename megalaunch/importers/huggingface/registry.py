@@ -91,7 +91,7 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
     if family is None:
         known = ", ".join((*_BY_TYPE, *_BY_MULTIMODAL_TYPE))
         raise FamilyError([f"config.json: model_type {kind!r} is not supported; the supported types are {known}"])
-    file = ConfigFile({**family.defaults, **text})
+    file = ConfigFile({**family.defaults, **_rename_aliases(family, text)})
     values = family.read(file)
     file.reject_unknown_keys()
     if outer.problems or file.problems:
@@ -102,6 +102,15 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
         return build_section(ModelSpec, {"name": name, "family": family.name, **values}, "model.")
     except SpecError as error:
         raise FamilyError([str(error)]) from error
+
+
+def _rename_aliases(family: FamilySpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with each key under its first name. Raises FamilyError if both names have different values."""
+    names = {alias: name for alias, name in family.aliases.items() if alias in config}
+    different = [alias for alias, name in names.items() if config.get(name, config[alias]) != config[alias]]
+    if different:
+        raise FamilyError([f"config.json: {alias} and {names[alias]} differ" for alias in different])
+    return {names.get(key, key): value for key, value in config.items()}
 
 
 def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

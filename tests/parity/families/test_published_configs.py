@@ -26,13 +26,14 @@ QUICK = (
     *("Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM3-3B", "princeton-nlp/gemma-2-9b-it-SimPO without caps"),
     *("google/gemma-3-270m", "google/gemma-3-27b-it"),
     *("microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-4-mini-instruct"),
+    *("mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b"),
     *("allenai/OLMo-2-0425-1B", "EleutherAI/gpt-neox-20b", "togethercomputer/RedPajama-INCITE-Base-3B-v1"),
 )
 
 
 def has_weights(name: str) -> bool:
     """Whether the engine has the blocks of the family."""
-    return not PUBLISHED[name].keys() & {"num_experts_per_tok"}
+    return not PUBLISHED[name]["model_type"].startswith("deepseek")
 
 
 def config_of(variant: str, **changes: Any) -> dict[str, Any]:

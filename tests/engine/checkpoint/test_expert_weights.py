@@ -1,0 +1,89 @@
+"""Experts in files: read as one tensor per expert or per layer, and exported one expert at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_variants import make
+from safetensors.torch import load_file, save_file
+
+from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+
+pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral") / "hf"
+    make("mixtral", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mixtral) -> Path:
+    import_huggingface(mixtral, mixtral.parent / "ckpt")
+    return mixtral.parent / "ckpt"
+
+
+def copy_with(folder: Path, target: Path, tensors: dict[str, torch.Tensor]) -> HuggingFaceFolder:
+    target.mkdir()
+    save_file(tensors, target / WEIGHTS, {"format": "pt"})
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    return HuggingFaceFolder(target)
+
+
+def test_experts_fused_per_layer_give_the_same_parameters(mixtral, tmp_path):
+    tensors = load_file(mixtral / WEIGHTS)
+    fused = {name.replace("block_sparse_moe", "mlp"): value for name, value in tensors.items() if "experts" not in name}
+    for layer in range(2):
+        block = f"model.layers.{layer}.block_sparse_moe.experts."
+        gate, down, up = (torch.stack([tensors[f"{block}{e}.w{n}.weight"] for e in range(5)]) for n in (1, 2, 3))
+        fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    published = HuggingFaceWeights(HuggingFaceFolder(mixtral))
+    again = HuggingFaceWeights(copy_with(mixtral, tmp_path / "fused", fused))
+    assert published.shapes.keys() == again.shapes.keys()
+    assert all(torch.equal(published.read(name), again.read(name)) for name in published.shapes)
+
+
+def test_an_export_reads_one_expert_at_a_time(mixtral, checkpoint, tmp_path, monkeypatch):
+    whole: list[str] = []
+    read = StoredWeights.read
+
+    def watched(self: StoredWeights, name: str) -> torch.Tensor:
+        whole.append(name)
+        return read(self, name)
+
+    weights = StoredWeights(checkpoint)
+    name = "layers.0.mlp.experts.up_proj.weight"
+    assert all(torch.equal(weights.read_row(name, row), weights.read(name)[row]) for row in range(5))
+    monkeypatch.setattr(StoredWeights, "read", watched)
+    monkeypatch.setattr("megalaunch.engine.checkpoint.convert.verify_logits", lambda *_: {})
+    export_huggingface(checkpoint, tmp_path / "out")
+    assert whole
+    assert not [name for name in whole if ".experts." in name]
+    first, second = load_file(mixtral / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_experts_of_several_dtypes_are_refused(mixtral, tmp_path):
+    tensors = load_file(mixtral / WEIGHTS)
+    name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+    tensors[name] = tensors[name].bfloat16()
+    with pytest.raises(CheckpointError, match=r"experts.3.w1.weight is BF16, but .*experts.0.w1.weight is F32"):
+        HuggingFaceWeights(copy_with(mixtral, tmp_path / "mixed", tensors))
+
+
+def test_an_expert_too_few_is_named(mixtral, tmp_path):
+    tensors = load_file(mixtral / WEIGHTS)
+    del tensors["model.layers.1.block_sparse_moe.experts.4.w2.weight"]
+    with pytest.raises(CheckpointError, match=r"missing: model.layers.1.block_sparse_moe.experts.4.w2.weight"):
+        HuggingFaceWeights(copy_with(mixtral, tmp_path / "few", tensors))
