@@ -25,6 +25,11 @@ def main() -> None:
 
         if is_torchrun_worker(sys.argv[1:], os.environ):
             sys.exit(refuse_torchrun(sys.argv[1:], os.environ))
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        from megalaunch.cli.srun_tasks import is_one_of_several_tasks, refuse_tasks
+
+        if is_one_of_several_tasks(sys.argv[1:], os.environ):
+            sys.exit(refuse_tasks(sys.argv[1:], os.environ))
     if sys.argv[1:2] and sys.argv[1] in _SOON_DONE:
         gc.disable()
     from megalaunch.cli.app import app

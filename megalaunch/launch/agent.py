@@ -24,19 +24,21 @@ from megalaunch.launch.process import (
 )
 
 KILL_SECONDS = 5.0
+# Slurm sends a job's early warning to every process of a step: the launcher stops the workers, the agent must live on.
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 # torch.distributed.elastic: "failed (exitcode: -9) local_rank: 1 (pid: 12) of binary: ...", and in the closing report
 # "exitcode  : -9 (pid: 12)".
 _EXIT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)|exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 
 
 class Agent:
-    """The process of one elastic agent. Its output goes to `log`; `poll` returns its exit code.
+    """The process of one elastic agent. Its output goes to `log` (None: this process's); `poll` returns its exit code.
 
     While it runs, this process is a child subreaper (prctl): workers of an agent that was killed become our children,
     so `kill_tree` still finds them.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
         if threading.current_thread() is not threading.main_thread():
             # The kernel sends the parent-death signal when the *thread* that forked the child ends.
             raise RuntimeError("the agent must be started from the launcher's main thread")
@@ -45,17 +47,22 @@ class Agent:
         launcher = os.getpid()
 
         def die_with_launcher() -> None:
+            for number in _WARNINGS:
+                signal.signal(number, signal.SIG_IGN)
             set_process_control(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:  # the launcher died before the line above
                 os._exit(1)
 
-        with os.fdopen(open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
+        with contextlib.ExitStack() as files:
+            output = None
+            if log is not None:
+                output = files.enter_context(os.fdopen(open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"))
             self._child = subprocess.Popen(
                 list(command),
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
                 preexec_fn=die_with_launcher,
             )

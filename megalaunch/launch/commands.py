@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megalaunch.platform.allocation import DEFAULT_PORT
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.schema import RunSpec
 
 AGENT_MODULE = "megalaunch.engine.agent"
 WORKER_MODULE = "megalaunch.engine.worker"
-RENDEZVOUS_PORT = 29400  # torchrun's own default
 _FIRST_NODE = "NODE0"  # placeholder for the first node's address where no launcher sets it
 
 
@@ -22,6 +22,7 @@ def node_commands(
     worker_module: str = WORKER_MODULE,
     max_restarts: int | None = None,
     fork: bool = False,
+    first_node: str = f"{_FIRST_NODE}:{DEFAULT_PORT}",
 ) -> list[list[str]]:
     """Return one argv list per node, in node order, for a spec whose `auto` values are resolved.
 
@@ -32,6 +33,7 @@ def node_commands(
         max_restarts: the agent's own restarts; None takes the spec's, for launches in which nothing else restarts an
             agent.
         fork: fork the workers from the agent, which imports torch once for all of them; for CPUs only.
+        first_node: HOST:PORT on which the agent of node 0 listens; a placeholder in lines to paste.
     """
     agent = [sys.executable, "-m", AGENT_MODULE]
     if max_restarts is not None:
@@ -42,8 +44,7 @@ def node_commands(
     nodes = int(spec.cluster.nodes)
     if nodes == 1:
         return [[*agent, *worker]]
-    first = f"--first-node={_FIRST_NODE}:{RENDEZVOUS_PORT}"
-    return [[*agent, f"--node-rank={node}", first, *worker] for node in range(nodes)]
+    return [[*agent, f"--node-rank={node}", f"--first-node={first_node}", *worker] for node in range(nodes)]
 
 
 def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
@@ -56,10 +57,16 @@ def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def agent_environment(environment: Mapping[str, str], launcher_pid: int, workers: int, cores: int) -> dict[str, str]:
+def agent_environment(
+    environment: Mapping[str, str], launcher_pid: int | None, workers: int, cores: int
+) -> dict[str, str]:
     """Return the agent's environment: the user's, the launcher's pid, and OMP_NUM_THREADS if it is not set.
 
     Each worker gets an equal share of the CPU cores, at least one.
+
+    Args:
+        launcher_pid: None for an agent that restarts its workers and writes the outcome itself.
     """
     share = str(max(1, cores // max(1, workers)))
-    return {"OMP_NUM_THREADS": share, **environment, LAUNCHER_PID_VARIABLE: str(launcher_pid)}
+    launcher = {} if launcher_pid is None else {LAUNCHER_PID_VARIABLE: str(launcher_pid)}
+    return {"OMP_NUM_THREADS": share, **environment, **launcher}

@@ -15,6 +15,7 @@ from megalaunch.launch.lock import RunLock
 from megalaunch.launch.run_state import RunState, ThroughputBasis
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.supervise import Display, LaunchResult, Supervisor
+from megalaunch.plan.world import resolved_world_size
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
@@ -53,16 +54,7 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunSt
     spec, directory = launch.spec, launch.directory
     command = node_commands(spec, directory.spec, launch.worker_module, max_restarts=0, fork=launch.fork)[0]
     workers = int(spec.cluster.devices_per_node)
-    try:
-        create_folders(directory)
-        write_spec(spec, directory.spec)
-        record_overrides(directory, launch.overrides)
-        view = RunState(spec, directory, launch.scale)
-        record_event(directory, "launch", overrides=list(launch.overrides), workers=workers, command=command)
-    except OSError as error:
-        fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"
-        message = f"{error.filename or directory.root} cannot be written ({error.strerror})"
-        raise RunDirectoryError(message, fix) from error
+    view = write_run(launch, command)
     display = open_display(view)
     environment = agent_environment(os.environ, os.getpid(), workers, launch.cores)
 
@@ -75,3 +67,27 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunSt
     finally:
         if display is not None:
             display.close()
+
+
+def write_run(launch: Launch, command: Sequence[str]) -> RunState:
+    """Write the files of a launch into its directory, and return the state of the run.
+
+    Args:
+        command: of the agent of this node, for the record.
+
+    Raises:
+        RunDirectoryError: the run directory cannot be written.
+    """
+    spec, directory = launch.spec, launch.directory
+    try:
+        create_folders(directory)
+        write_spec(spec, directory.spec)
+        record_overrides(directory, launch.overrides)
+        view = RunState(spec, directory, launch.scale)
+        workers = resolved_world_size(spec.cluster)
+        record_event(directory, "launch", overrides=list(launch.overrides), workers=workers, command=list(command))
+    except OSError as error:
+        fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"
+        message = f"{error.filename or directory.root} cannot be written ({error.strerror})"
+        raise RunDirectoryError(message, fix) from error
+    return view

@@ -49,6 +49,26 @@ class LaunchResult:
     failure: Failure | None = None
 
 
+class Drawing:
+    """Draws a run. An error of the display turns it off, and does not stop the training."""
+
+    def __init__(self, directory: RunDirectory, view: RunState, display: Display | None) -> None:
+        self._directory, self._view, self._display = directory, view, display
+
+    def update(self) -> None:
+        """Read what the workers have appended, and draw it."""
+        if self._display is None:
+            return
+        try:
+            self._view.refresh()
+            self._display.update(self._view)
+        except Exception as error:
+            self._display = None
+            message = f"the display failed and is off: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):  # a full disk must not stop the launcher
+                record_event(self._directory, "note", message=message)
+
+
 class RestartBudget:
     """At most `max_restarts` restarts in a row; each new checkpoint resets the count.
 
@@ -91,7 +111,8 @@ class Supervisor:
         display: Display | None,
     ) -> None:
         self._spec, self._directory, self._lock = spec, directory, lock
-        self._start_agent, self._stop, self._view, self._display = start_agent, stop, view, display
+        self._start_agent, self._stop, self._view = start_agent, stop, view
+        self._drawing = Drawing(directory, view, display)
         self._events = JsonlTail(directory.events, at_end=True)
         saved = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
         newest = max((step for step in saved if step is not None), default=0)
@@ -155,14 +176,7 @@ class Supervisor:
                 attempt.add_event(record)
             if record.get("event") == "checkpoint" and isinstance(step := record.get("step"), int):
                 self._budget.checkpoint_saved(step)
-        if self._display is None:
-            return
-        try:
-            self._view.refresh()
-            self._display.update(self._view)
-        except Exception as error:  # an error of the display must not stop the training
-            self._display = None
-            self._record("note", message=f"the display failed and is off: {type(error).__name__}: {error}")
+        self._drawing.update()
 
     # -- failures
 

@@ -32,7 +32,7 @@ def found_cluster(spec: RunSpec, machine: Machine) -> Derived:
     seen = machine.devices if on_gpus and machine.chip.name == spec.platform.chip else 0
     found: dict[str, tuple[Any, str]] = {}
     if cluster.nodes == "auto":
-        if allocation is not None:
+        if allocation is not None and allocation.nodes is not None:
             found[_NODES] = (allocation.nodes, f"from the {allocation.source}")
         elif seen:
             found[_NODES] = (1, "this machine")

@@ -31,8 +31,13 @@ def keep_credentials(path: Path) -> None:
     try:
         read_credentials(path)
     except CredentialsError:
-        content = asdict(Credentials(secrets.token_hex(32), secrets.token_hex(32)))
-        write_file_atomically(path, json.dumps(content), PRIVATE_MODE)
+        renew_credentials(path)
+
+
+def renew_credentials(path: Path) -> None:
+    """Write new random credentials, readable only by the user. Raises OSError."""
+    content = asdict(Credentials(secrets.token_hex(32), secrets.token_hex(32)))
+    write_file_atomically(path, json.dumps(content), PRIVATE_MODE)
 
 
 def read_credentials(path: Path) -> Credentials:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from megalaunch.data.prepare import PreparedData
     from megalaunch.launch.directory import Decision, DirectoryState, RunDirectoryError
     from megalaunch.plan.findings import Finding
+    from megalaunch.platform.allocation import NodePlace
     from megalaunch.platform.detect import Machine
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.several_nodes import Start
     from megalaunch.schema import RunSpec
 
 
@@ -32,6 +34,13 @@ class PreparedRun:
     state: DirectoryState
     decision: Decision
     derived: tuple[Finding, ...] = ()
+    start: Start = "here"
+
+    @property
+    def place(self) -> NodePlace | None:
+        """The place of this node, if the run starts on it as on every other node."""
+        allocation = self.machine.allocation
+        return allocation.place if self.start == "node" and allocation is not None else None
 
 
 def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
@@ -48,6 +57,7 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.errors import fail, refuse
+    from megalaunch.runs.several_nodes import start_of
     from megalaunch.schema import SpecError
 
     try:
@@ -69,7 +79,10 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
         resolution = resolve(composition.spec, machine, recipe, state.stored)
         spec = resolution.spec
     try:
-        planned = PreparedRun(composition, spec, machine, directory, state, decide(state, spec), resolution.notes)
+        start = start_of(spec, machine.allocation) if starts else "hand"
+        planned = PreparedRun(
+            composition, spec, machine, directory, state, decide(state, spec), resolution.notes, start
+        )
     except RunDirectoryError as error:
         refuse_directory(error)
     _check(planned, starts)
@@ -87,20 +100,22 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     from megalaunch.runs.corpus_check import check_corpus
     from megalaunch.runs.errors import refuse
     from megalaunch.runs.missing_devices import MISSING, refusal_text
+    from megalaunch.runs.several_nodes import MULTI_NODE, check_nodes
 
     spec, stored = planned.spec, planned.state.stored
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated dtype
-    machine = planned.machine if starts else None
+    overrides, on_this_machine = planned.composition.overrides, starts and planned.start != "srun"
+    machine = planned.machine if on_this_machine else None
     findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
     if planned.decision.action != "report":
         findings += check_corpus(spec, planned.composition.origins)
     findings += problems_as_findings(planned.composition.repeated, "warning")
-    if starts:
+    if on_this_machine:
         findings += machine_mismatch(spec, planned.machine)
+    if starts:
+        findings = check_nodes(findings, planned.start, spec, planned.machine.allocation, overrides)
     else:  # the user may start it on other machines
-        findings = [
-            _downgrade_to_note(finding) if finding.rule == "launcher.multi_node" else finding for finding in findings
-        ]
+        findings = [_downgrade_to_note(finding) if finding.rule == MULTI_NODE else finding for finding in findings]
     if stored is not None:
         if spec.model.vocab_size == stored.model.vocab_size:  # the trained tokenizer may be smaller than asked
             findings = [finding for finding in findings if finding.rule != "model.vocab_covers_tokenizer"]
@@ -108,12 +123,14 @@ def _check(planned: PreparedRun, starts: bool) -> None:
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
         findings += incompatible_changes(spec, stored)
     if has_errors(findings):
-        text = refusal_text(findings, spec, planned.machine, planned.composition.overrides)
+        text = refusal_text(findings, spec, planned.machine, overrides)
         rules = {finding.rule for finding in findings}
-        several = "launcher.multi_node" in rules and MISSING not in rules
+        several = MULTI_NODE in rules and MISSING not in rules and planned.machine.allocation is None
         about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}
         code = ExitCode.DATA if about_data else ExitCode.CONFIGURATION
         refuse("\n".join([text, *(command_lines(planned) if several else [])]), code)
+    if planned.start == "srun" or (planned.place is not None and planned.place.rank > 0):
+        return  # node 0 prints it
     typer.echo(run_table(spec, Topology.from_spec(spec)))
     shown = [finding for finding in findings if finding.severity == "warning"]
     if shown:

@@ -14,8 +14,12 @@ from megalaunch.runs.errors import fail
 from megalaunch.runs.prepare_run import command_lines, prepare_data, refuse_directory
 
 if TYPE_CHECKING:
+    from megalaunch.launch.announcement import Announcement
+    from megalaunch.launch.local import Launch
     from megalaunch.launch.lock import RunLock
     from megalaunch.launch.stop import StopSignals
+    from megalaunch.launch.supervise import LaunchResult
+    from megalaunch.platform.allocation import NodePlace
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.prepare_run import PreparedRun
     from megalaunch.schema import RunSpec
@@ -48,13 +52,21 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
         planned: from `prepare_run`.
         prepare_only: write spec.yaml and print the commands of the agents; start nothing.
     """
+    from megalaunch.launch.announcement import Announcement
     from megalaunch.launch.directory import RunDirectoryError, lock_run, unlock_run
     from megalaunch.launch.display.summary import finished_report
     from megalaunch.launch.lock import RunLocked
+    from megalaunch.runs.several_nodes import join_run, start_by_srun
 
+    place = planned.place
     if planned.decision.action == "report":
-        _echo(finished_report(planned.spec, planned.directory, planned.state))
+        if place is None or place.rank == 0:
+            _echo(finished_report(planned.spec, planned.directory, planned.state))
         return ExitCode.DONE
+    if planned.start == "srun":
+        start_by_srun(planned)
+    if place is not None and place.rank > 0:
+        return join_run(planned, place, stop)
     try:
         lock = lock_run(planned.directory)
     except RunDirectoryError as error:
@@ -64,10 +76,12 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
     try:
         if planned.decision.action == "continue":
             typer.echo(f"continuing the run in {planned.directory.root}")
-        spec = prepare_data(planned)
-        if prepare_only:
-            return _write_spec(replace(planned, spec=spec))
-        return _launch(replace(planned, spec=spec), lock, stop)
+        if place is not None:
+            with Announcement(place, planned.directory) as announcement:
+                planned = replace(planned, spec=prepare_data(planned))
+                return _launch_first_node(planned, place, announcement, lock, stop)
+        planned = replace(planned, spec=prepare_data(planned))
+        return _write_spec(planned) if prepare_only else _launch(planned, lock, stop)
     except RunDirectoryError as error:
         refuse_directory(error)
     finally:
@@ -90,14 +104,37 @@ def _write_spec(planned: PreparedRun) -> ExitCode:
 
 def _launch(planned: PreparedRun, lock: RunLock, stop: StopSignals) -> ExitCode:
     from megalaunch.launch.display.open_display import open_display
-    from megalaunch.launch.display.report import failure_report
-    from megalaunch.launch.display.summary import run_summary
-    from megalaunch.launch.local import Launch, run_locally
+    from megalaunch.launch.local import run_locally
+
+    return _report(planned, run_locally(_describe_launch(planned, lock), stop, open_display), stop)
+
+
+def _launch_first_node(
+    planned: PreparedRun, place: NodePlace, announcement: Announcement, lock: RunLock, stop: StopSignals
+) -> ExitCode:
+    from megalaunch.launch.display.open_display import open_display
+    from megalaunch.launch.node import NodeAgent, run_first_node
+
+    agent = NodeAgent(planned.spec, planned.directory, place, planned.machine.cores)
+    end = run_first_node(_describe_launch(planned, lock), agent, announcement, stop, open_display)
+    return _report(planned, end, stop)
+
+
+def _describe_launch(planned: PreparedRun, lock: RunLock) -> Launch:
+    from megalaunch.launch.local import Launch
     from megalaunch.launch.run_state import throughput_basis
 
+    spec = planned.spec
+    overrides, cores = planned.composition.overrides, planned.machine.cores
+    return Launch(spec, planned.directory, lock, overrides, throughput_basis(spec), cores)
+
+
+def _report(planned: PreparedRun, end: LaunchResult, stop: StopSignals) -> ExitCode:
+    """Print how a launch ended; return its exit code."""
+    from megalaunch.launch.display.report import failure_report
+    from megalaunch.launch.display.summary import run_summary
+
     spec, directory = planned.spec, planned.directory
-    launch = Launch(spec, directory, lock, planned.composition.overrides, throughput_basis(spec), planned.machine.cores)
-    end = run_locally(launch, stop, open_display)
     code = end.outcome.exit_code
     if code in (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED) and stop.count < 2:
         _plot(spec, directory)

@@ -1,43 +1,19 @@
-"""`megalaunch train recipe=llama3_8b parallel=tp4pp4` as typed: without its devices, with 4 and with 16 of them."""
+"""`megalaunch train recipe=llama3_8b parallel=tp4pp4` as typed: without its devices, on one machine, on 2 x 8."""
 
 from __future__ import annotations
 
-import os
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-from paths import ROOT
+import pytest
+from h100_stand_in import environment, on_h100, start_on_h100
+from several_nodes import ended_processes, free_ports, slurm_step
 
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 HEADLINE = ("train", "recipe=llama3_8b", "parallel=tp4pp4")
-_PROGRAM = """
-import functools, sys
-from megalaunch.cli.app import main
-from megalaunch.launch import local
-from megalaunch.platform import detect
-from megalaunch.platform.chips import CHIPS
-
-machine = detect.Machine(CHIPS["h100"], int(sys.argv[1]), 64, 2**40, (), free_disk=lambda path: 10**15)
-detect.detect_machine = lambda: machine
-local.Launch = functools.partial(local.Launch, worker_module="fake_worker")
-sys.argv = ["megalaunch", *sys.argv[2:]]
-main()
-"""
-
-
-def on_h100(devices: int, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run megalaunch as on a machine with H100: detection stands in for it, agent and launcher are the real ones."""
-    return subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(devices), *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests/support"), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def test_sixteen_devices_get_sixteen_workers(tmp_path):
@@ -50,6 +26,42 @@ def test_sixteen_devices_get_sixteen_workers(tmp_path):
     assert not directory.rank_log(16).exists()
     (launch,) = [event for event in read_lines(directory.events) if event["event"] == "launch"]
     assert launch["workers"] == 16
+
+
+def test_two_nodes_of_an_allocation_get_eight_workers_each(tmp_path):
+    port = free_ports()
+    nodes = [
+        start_on_h100(8, tmp_path, *HEADLINE, "train.exit_at_step=2", **slurm_step(node, port)) for node in range(2)
+    ]
+    with ended_processes(nodes) as (first, second):
+        assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
+    assert "2 x 8 h100: pp 4 x tp 4" in first.output
+    assert "2 x 8 h100" not in second.output  # said once
+    directory = RunDirectory(tmp_path / "runs/llama3_8b")
+    assert all(f"fake rank {rank} " in directory.rank_log(rank).read_text() for rank in range(16))
+    (launch,) = [event for event in read_lines(directory.events) if event["event"] == "launch"]
+    assert launch["workers"] == 16
+    assert not directory.rendezvous.exists()
+
+
+@pytest.mark.slow  # test_train_by_hand.py proves pasted lines with real workers
+def test_the_lines_to_paste_start_it_on_two_machines(tmp_path):
+    prepared = on_h100(8, tmp_path, *HEADLINE, "cluster.nodes=2", "train.exit_at_step=2", "--prepare-only")
+    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
+    lines = [line for line in prepared.stdout.splitlines() if "--node-rank=" in line]
+    first_node = f"localhost:{free_ports()}"
+    commands = [
+        shlex.split(line.replace("NODE0:29400", first_node).replace("megalaunch.engine.worker", "fake_worker"))
+        for line in lines
+    ]
+    nodes = [
+        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    with ended_processes(nodes) as (first, second):
+        assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
+    directory = RunDirectory(tmp_path / "runs/llama3_8b")
+    assert all(f"fake rank {rank} " in directory.rank_log(rank).read_text() for rank in range(16))
 
 
 def test_too_few_devices_are_the_world_with_a_fix_for_the_cluster(tmp_path):

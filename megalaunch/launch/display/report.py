@@ -114,7 +114,9 @@ def _details(details: dict[str, object]) -> list[str]:
 
 
 def _log_path(directory: RunDirectory, rank: object) -> str:
-    return str(directory.rank_log(rank) if isinstance(rank, int) else directory.agent_log)
+    if isinstance(rank, int):
+        return str(directory.rank_log(rank))
+    return str(directory.agent_log if directory.agent_log.exists() else directory.logs)
 
 
 def _field(name: str, text: str, max_lines: int) -> list[str]:

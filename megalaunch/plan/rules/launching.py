@@ -31,9 +31,9 @@ def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("launcher.multi_node", "launcher=local has one node.")
+@rule("launcher.multi_node", "launcher=local has one node, or those of the allocation.")
 def multi_node(at: RuleContext) -> Iterator[Violation]:
-    """The local launcher starts the workers of this machine only."""
+    """The local launcher starts the workers of this machine only; in an allocation, `train` runs on every node."""
     nodes = at.spec.cluster.nodes
     if at.spec.launcher.name == "local" and isinstance(nodes, int) and nodes > 1:
         yield Violation(

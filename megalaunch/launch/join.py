@@ -1,0 +1,118 @@
+"""Join a launch: a node of an allocation waits until node 0 has prepared the run in the directory that both share."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megalaunch.launch.announcement import Announced, NotAnnounced, launch_id, read_announcement, spec_hash
+from megalaunch.platform.allocation import NodePlace
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+
+
+class JoinError(Exception):
+    """This node cannot take part in the run; the message gives the reason in one sentence."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.CONFIGURATION) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Times in seconds.
+
+    Attributes:
+        start: until node 0 has started, while its machine is reached; nodes may start in any order.
+        reach: until node 0's machine is reached.
+        share: until a file of node 0 is seen here; a network file system caches the absence of a file.
+        answer: for one connection.
+        poll: between two looks.
+    """
+
+    start: float = 600.0
+    reach: float = 8.0
+    share: float = 8.0
+    answer: float = 4.0
+    poll: float = 0.5
+
+
+def wait_for_launch(
+    directory: RunDirectory, place: NodePlace, say: Callable[[str], None], limits: Limits | None = None
+) -> None:
+    """Wait until node 0 has written spec.yaml and this node sees it; raises JoinError.
+
+    Args:
+        say: prints a line of progress.
+    """
+    limits = limits or Limits()
+    announced = _first_answer(place, say, limits)
+    _require_shared(directory, place, limits, lambda: launch_id(directory) == announced.launch_id)
+    while announced.spec is None:
+        time.sleep(limits.poll)
+        announced = _next_answer(place, announced.launch_id, limits)
+    _require_shared(directory, place, limits, lambda: spec_hash(directory) == announced.spec)
+
+
+def _first_answer(place: NodePlace, say: Callable[[str], None], limits: Limits) -> Announced:
+    """Return the first announcement; waits for a node 0 that has not started yet."""
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            return read_announcement(place, limits.answer)
+        except NotAnnounced:
+            raise JoinError(
+                f"the process on {place} is not node 0 of this run: another program uses the port; set another "
+                "MASTER_PORT on every node"
+            ) from None
+        except OSError as error:
+            reason, waited = _reason(error), time.monotonic() - began
+            may_start = isinstance(error, ConnectionRefusedError) or place.appears_late
+            if waited > (limits.start if may_start else limits.reach):
+                raise JoinError(
+                    f"node {place.rank} does not reach node 0 on {place} ({reason}): check that node 0 has started, "
+                    "or set MASTER_ADDR on every node to an address of node 0",
+                    ExitCode.CRASH if may_start else ExitCode.CONFIGURATION,
+                ) from None
+            if not said:
+                say(f"node {place.rank} waits for node 0 on {place} ({reason})")
+                said = True
+        time.sleep(limits.poll)
+
+
+def _next_answer(place: NodePlace, launch: str, limits: Limits) -> Announced:
+    """Return the announcement of a launch that has begun; raises JoinError if node 0 has ended."""
+    try:
+        announced = read_announcement(place, limits.answer)
+    except TimeoutError:  # a machine under load; its launch has not ended
+        return Announced(launch, None)
+    except (OSError, NotAnnounced):
+        announced = None
+    if announced is None or announced.launch_id != launch:
+        raise JoinError(
+            f"node 0 ({place.first_node}) ended before the workers started: its output has the reason", ExitCode.CRASH
+        )
+    return announced
+
+
+def _require_shared(directory: RunDirectory, place: NodePlace, limits: Limits, is_seen: Callable[[], bool]) -> None:
+    """Wait until a file of node 0 is seen on this node; raises JoinError if the directory is not shared."""
+    deadline = time.monotonic() + limits.share
+    while not is_seen():
+        if time.monotonic() > deadline:
+            raise JoinError(
+                f"{directory.root} on node {place.rank} ({socket.gethostname()}) is not node 0's: all nodes must share "
+                "the run directory; set run.directory to a path on a shared file system"
+            )
+        time.sleep(limits.poll)
+        if directory.root.is_dir():
+            list(directory.root.iterdir())  # NFS looks again for files that it has reported as absent
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return error.strerror or str(error)

@@ -1,0 +1,149 @@
+"""Launch one node of a run on several nodes: start this node's agent, watch it, forward stop signals to its workers.
+
+The agents of all nodes restart their workers together; no launcher restarts an agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megalaunch.launch.agent import Agent
+from megalaunch.launch.announcement import Announcement
+from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
+from megalaunch.launch.failure import first_failure
+from megalaunch.launch.local import Launch, write_run
+from megalaunch.launch.process import descendants, send_signal, wait_for_any_end
+from megalaunch.launch.run_state import RunState
+from megalaunch.launch.stop import StopSignals
+from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
+from megalaunch.platform.allocation import NodePlace
+from megalaunch.rundir.events import record_event
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import read_progress
+from megalaunch.schema import RunSpec
+
+
+class NodeAgent:
+    """The agent of this node. Its output goes to this process's."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        directory: RunDirectory,
+        place: NodePlace,
+        cores: int,
+        worker_module: str = WORKER_MODULE,
+    ) -> None:
+        self._spec, self._directory, self._place, self._cores = spec, directory, place, cores
+        first_node = f"{place.first_node}:{place.port + 1}"  # the launcher of node 0 listens on the first port
+        commands = node_commands(spec, directory.spec, worker_module, first_node=first_node)
+        self.command = commands[place.rank]
+
+    def run(self, stop: StopSignals, poll: Callable[[], None]) -> int:
+        """Run the agent until it ends; return its exit code, negative for a signal.
+
+        Args:
+            stop: the first stop signal goes to this node's workers, which save and end; a second one ends all at once.
+            poll: called several times a second.
+        """
+        workers = int(self._spec.cluster.devices_per_node)
+        environment = agent_environment(os.environ, None, workers, self._cores)
+        stop.watching = True
+        agent = Agent(self.command, environment, None)
+        deadline: float | None = None
+        try:
+            while (code := agent.poll()) is None:
+                wait_for_any_end([agent.process], POLL_SECONDS)
+                poll()
+                if not stop.count:
+                    continue
+                if deadline is None:
+                    deadline = time.monotonic() + self._spec.launcher.stop_grace_period
+                    if not self._forward(stop, agent):
+                        break
+                if stop.count > 1 or time.monotonic() > deadline:
+                    break
+        finally:
+            agent.kill_tree()
+        return code if code is not None else -int(stop.signal_for_workers)
+
+    def _forward(self, stop: StopSignals, agent: Agent) -> bool:
+        """Send the stop signal to this node's workers; False if there are none yet."""
+        workers = int(self._spec.cluster.devices_per_node)
+        first = self._place.rank * workers
+        records = [read_progress(self._directory.progress(rank)) for rank in range(first, first + workers)]
+        pids = {record.pid for record in records if record is not None}
+        running = [process for process in descendants(agent.process.pid) if process.pid in pids]
+        return sum(send_signal(process, stop.signal_for_workers) for process in running) > 0
+
+
+def run_first_node(
+    launch: Launch,
+    agent: NodeAgent,
+    announcement: Announcement,
+    stop: StopSignals,
+    open_display: Callable[[RunState], Display | None],
+) -> LaunchResult:
+    """Write the run directory, let the other nodes start, run node 0 and show the run until it ends.
+
+    Raises:
+        RunDirectoryError: the run directory cannot be written.
+    """
+    directory, began = launch.directory, time.time()
+    view = write_run(launch, agent.command)
+    announcement.run_is_ready()
+    display = open_display(view)
+    drawing = Drawing(directory, view, display)
+
+    def poll() -> None:
+        launch.lock.touch()
+        drawing.update()
+
+    try:
+        code = agent.run(stop, poll)
+        drawing.update()
+    finally:
+        if display is not None:
+            display.close()
+    outcome = read_outcome(directory.outcome)
+    return LaunchResult(outcome or _conclude(launch, stop, code, view.step, began))
+
+
+def run_other_node(directory: RunDirectory, agent: NodeAgent, stop: StopSignals) -> ExitCode:
+    """Run a node that is not the first; return its exit code: that of the run, if it has an outcome."""
+    code = agent.run(stop, lambda: None)
+    outcome = read_outcome(directory.outcome)
+    if outcome is not None and outcome.exit_code in list(ExitCode):
+        return ExitCode(outcome.exit_code)
+    if stop.count:
+        return stop.exit_code
+    return ExitCode(code) if code in list(ExitCode) else ExitCode.CRASH
+
+
+def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, began: float) -> Outcome:
+    """Write the outcome of a launch whose workers wrote none: it was stopped early, or a worker or an agent crashed."""
+    directory, details = launch.directory, dict[str, Any]()
+    if stop.count:
+        exit_code = stop.exit_code
+        reason = "stopped before the workers saved; run the same command to resume from the newest checkpoint"
+    else:
+        failed = [event for event in read_lines(directory.events) if event.get("event") == "worker_failed"]
+        failed = [event for event in failed if event.get("time", 0.0) >= began]
+        attempt = max((int(event.get("attempt", 0)) for event in failed), default=0)
+        events = [event for event in failed if event.get("attempt") == attempt]
+        failure = first_failure(attempt, events, {}, {}, step, agent_code=code)
+        exit_code, reason = ExitCode.CRASH, f"{failure.source}: {failure.error}"
+        if failure.rank is not None:
+            node = failure.rank // int(launch.spec.cluster.devices_per_node)
+            details = {"node": node, "rank": failure.rank, "phase": failure.phase}
+    outcome = Outcome(int(exit_code), reason, step, details)
+    with contextlib.suppress(OSError):  # a full disk: the exit code and the report still show the outcome
+        write_outcome(directory.outcome, outcome)
+        record_event(directory, "outcome", exit_code=outcome.exit_code, reason=reason)
+    return outcome

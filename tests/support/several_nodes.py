@@ -1,0 +1,81 @@
+"""Playing the nodes of an allocation on this machine: their variables, and processes that leave nothing behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megalaunch.launch.process import descendants, kill_all
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended, with its output."""
+
+    returncode: int
+    output: str
+
+
+def free_ports() -> int:
+    """The first of two free ports."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def slurm_step(node: int, port: int) -> dict[str, str]:
+    """The variables of one task a node that srun sets (read from Slurm 22.05)."""
+    return {
+        "SLURM_JOB_ID": "12",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node),
+        "MASTER_PORT": str(port),
+    }
+
+
+def torchrun_variables(node: int, port: int) -> dict[str, str]:
+    """The variables that torchrun names, as a platform sets them on each node."""
+    return {
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def indexed_job(node: int, port: int) -> dict[str, str]:
+    """The variables of a pod of a Kubernetes Indexed Job; MASTER_ADDR and MASTER_PORT are of its manifest."""
+    return {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "JOB_COMPLETION_INDEX": str(node),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+@contextmanager
+def ended_processes(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> Iterator[list[Ended]]:
+    """Wait for the processes; nothing that they started is left, whatever happens."""
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+        yield [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            left = descendants(process.pid)
+            process.kill()
+            process.communicate()
+            kill_all(left, 5)
