@@ -21,7 +21,7 @@ from megalaunch.engine.inference.jobs import (
     EvaluateJob,
     GenerateJob,
     Job,
-    Warning,
+    JobWarning,
     answers_file,
     read_job,
     to_record,
@@ -50,7 +50,7 @@ from megalaunch.schema.paths import with_value
 
 
 def answer_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
-    """Run the job of a run directory with the weights of `checkpoint.load_pretrained` (`RankBody`). Collective.
+    """Run the job of a run directory with the weights of `checkpoint.load_pretrained` (`RankEntrypoint`). Collective.
 
     Stop requests are ignored: the launcher kills the worker, and there is no state to save.
 
@@ -108,9 +108,9 @@ def _answers(distributed: _DistributedModel, job: Job) -> Iterator[Answer]:
 
 def _generate(distributed: _DistributedModel, job: GenerateJob) -> Iterator[Answer]:
     tokens = tokenize_prompts(distributed.source, job.prompts)
-    texts = generate_with(_GenerationModel(distributed), distributed.source, tokens, job.ask)
-    note = length_note(distributed.source, tokens, job.ask.max_new_tokens)
-    return chain([Warning(note)] if note else [], texts)
+    texts = generate_with(_GenerationModel(distributed), distributed.source, tokens, job.request)
+    note = length_note(distributed.source, tokens, job.request.max_new_tokens)
+    return chain([JobWarning(note)] if note else [], texts)
 
 
 def _evaluate(distributed: _DistributedModel, job: EvaluateJob) -> Iterator[Answer]:

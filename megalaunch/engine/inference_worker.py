@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from megalaunch.engine.worker import main
 
 if TYPE_CHECKING:
-    from megalaunch.engine.run_rank import RankBody
+    from megalaunch.engine.run_rank import RankEntrypoint
 
 
-def load_answer_body() -> RankBody:
-    """Return the body of an inference rank; imports torch."""
+def load_inference_entrypoint() -> RankEntrypoint:
+    """Return the entrypoint of an inference rank; imports torch."""
     from megalaunch.engine.inference_rank import answer_job
 
     return answer_job
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], load_answer_body))
+    sys.exit(main(sys.argv[1:], load_inference_entrypoint))

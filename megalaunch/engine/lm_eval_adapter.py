@@ -146,21 +146,21 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _generate_group(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
         """Yield (request number, text) of requests with equal generation settings."""
-        ask = _ask(requests[numbers[0]].args[1], self.max_gen_toks, self.batch_size)
-        room = self.max_length - ask.max_new_tokens
+        request = _generation_request(requests[numbers[0]].args[1], self.max_gen_toks, self.batch_size)
+        room = self.max_length - request.max_new_tokens
         if room < 1:
             raise ValueError(
-                f"max_gen_toks={ask.max_new_tokens} leaves no room for a prompt in the {self.max_length} tokens that "
-                "are read at once; ask for shorter texts (max_gen_toks)"
+                f"max_gen_toks={request.max_new_tokens} leaves no room for a prompt in the {self.max_length} tokens "
+                "that are read at once; ask for shorter texts (max_gen_toks)"
             )
         prompts = {number: self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers}
         self._warn_truncated(sum(len(tokens) > room for tokens in prompts.values()), room)
         ordered = sorted(numbers, key=lambda number: len(prompts[number]), reverse=True)
-        for answer in generate_texts(self._model, [prompts[number][-room:] for number in ordered], ask):
+        for answer in generate_texts(self._model, [prompts[number][-room:] for number in ordered], request):
             if isinstance(answer, Completion):
                 # decode without the prompt, as `hf` does: some tokenizers then omit a leading space
                 text = self._model.tokenizer.decode(answer.tokens)
-                yield ordered[answer.row], postprocess_generated_text(text, list(ask.stop), None)
+                yield ordered[answer.row], postprocess_generated_text(text, list(request.stop), None)
 
 
 def _device(name: str | None) -> torch.device | None:
@@ -170,7 +170,7 @@ def _device(name: str | None) -> torch.device | None:
     return torch.device(name)
 
 
-def _ask(wishes: Mapping[str, Any], max_gen_toks: int, batch_size: int) -> GenerationRequest:
+def _generation_request(wishes: Mapping[str, Any], max_gen_toks: int, batch_size: int) -> GenerationRequest:
     """Convert a task's `generation_kwargs` to a generation request; raises ValueError for unknown ones."""
     wanted = dict(normalize_gen_kwargs(dict(wishes), max_gen_toks))
     most, stop, draw = wanted.pop("max_gen_toks"), wanted.pop("until"), wanted.pop("do_sample")

@@ -1,4 +1,4 @@
-"""The life of one rank of a job: join the process group, run a body, write the outcome, leave the group.
+"""The life of one rank of a job: join the process group, run its entrypoint, write the outcome, leave the group.
 
 Training and distributed inference have the same life; `worker.py` is the process around it.
 """
@@ -21,14 +21,19 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 from megalaunch.schema import RunSpec
 
-RankBody = Callable[[RunSpec, Mesh, RunDirectory, RunLogger, StopSignal], RunEnd]
+RankEntrypoint = Callable[[RunSpec, Mesh, RunDirectory, RunLogger, StopSignal], RunEnd]
 """The work of a job on one rank, between joining and leaving. It returns or raises a RunEnd, the same on every rank."""
 
 
 def run_rank(
-    spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal, body: RankBody
+    spec: RunSpec,
+    directory: RunDirectory,
+    rank: int,
+    progress: ProgressWriter,
+    stop: StopSignal,
+    entrypoint: RankEntrypoint,
 ) -> None:
-    """Run a body on one rank; return when all ranks have come to the same controlled end. Collective.
+    """Run an entrypoint on one rank; return when all ranks have come to the same controlled end. Collective.
 
     Args:
         spec: The run spec.
@@ -36,7 +41,7 @@ def run_rank(
         rank: Global rank of this worker.
         progress: Writer of this rank's progress file.
         stop: The stop signal that this worker received, if any.
-        body: The work.
+        entrypoint: The work.
     """
     record = RunLogger(directory, rank, progress)
     topology = Topology.from_spec(spec)
@@ -48,7 +53,7 @@ def run_rank(
     try:
         raise_on_all_ranks(_check_world_size(topology) or problem, step=0)
         record.phase("building")
-        ending = body(spec, make_mesh(topology, device, rank), directory, record, stop)
+        ending = entrypoint(spec, make_mesh(topology, device, rank), directory, record, stop)
     except RunEnd as planned:
         ending = planned
     try:

@@ -20,7 +20,7 @@ from megalaunch.schema import RunSpec
 
 
 def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
-    """Train one rank, from the newest checkpoint or initial weights to the end (`RankBody`). Collective."""
+    """Train one rank, from the newest checkpoint or initial weights to the end (`RankEntrypoint`). Collective."""
     if mesh.device.type == "cpu":
         tune_malloc()
     state = build_train_state(spec, mesh)

@@ -19,7 +19,7 @@ from megalaunch.engine.hang_diagnostics import HangDiagnostics
 from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output
 
 if TYPE_CHECKING:
-    from megalaunch.engine.run_rank import RankBody
+    from megalaunch.engine.run_rank import RankEntrypoint
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
 
@@ -29,14 +29,14 @@ USAGE = """usage: python -m megalaunch.engine.agent -m megalaunch.engine.worker 
 that start them by hand"""
 
 
-def load_train_body() -> RankBody:
-    """Return the body of a training rank; imports torch."""
+def load_train_entrypoint() -> RankEntrypoint:
+    """Return the entrypoint of a training rank; imports torch."""
     from megalaunch.engine.train_rank import train
 
     return train
 
 
-def main(arguments: list[str], load_body: Callable[[], RankBody] = load_train_body) -> int:
+def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = load_train_entrypoint) -> int:
     """Run one rank; returns 0 for a controlled end (see outcome.json), 2 for wrong arguments, raises for a crash."""
     die_with_parent()
     stop = StopSignal()
@@ -59,10 +59,10 @@ def main(arguments: list[str], load_body: Callable[[], RankBody] = load_train_bo
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
-        spec, body = read_spec(path), load_body()
+        spec, entrypoint = read_spec(path), load_entrypoint()
         from megalaunch.engine.run_rank import run_rank
 
-        run_rank(spec, directory, rank, progress, stop, body)
+        run_rank(spec, directory, rank, progress, stop, entrypoint)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still goes to the log
             diagnostics.dump(error)  # before the event, whose reader looks for the trace

@@ -52,7 +52,7 @@ def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Call
     opened = api.open_source(source, lambda message: typer.echo(message, err=True))
     if isinstance(job, api.GenerateJob):  # before workers load the model
         source_of_tokens = replace(opened, add_special_tokens=False) if job.no_bos else opened
-        api.validate_prompts(source_of_tokens, job.prompts, job.ask)
+        api.validate_prompts(source_of_tokens, job.prompts, job.request)
     machine = detect_machine()
     directory = RunDirectory(Path(tempfile.mkdtemp(prefix="megalaunch-")))
     crashed = False
@@ -167,7 +167,7 @@ class _InferenceDisplay:
         from megalaunch.launch.tail import JsonlTail
 
         self._lines, self._take = JsonlTail(api.answers_file(directory)), take
-        self._answer_of, self._note = api.from_record, api.Warning
+        self._answer_of, self._note = api.from_record, api.JobWarning
         self.error: OSError | None = None
 
     def say(self, line: str) -> None:

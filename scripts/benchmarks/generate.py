@@ -85,7 +85,7 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     other = transformers.AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
-    model = api.open_model(options.folder).fast_decoder
+    model = api.open_model(options.folder).decoder
     sides = {
         "transformers": lambda prompts, tokens: theirs(other, prompts, tokens),
         "ours": lambda prompts, tokens: ours(model, prompts, tokens),

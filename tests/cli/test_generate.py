@@ -117,11 +117,11 @@ def test_many_prompts_are_shown_in_turn_and_as_json(run: RunDirectory, tmp_path:
     assert [record["prompt"] + record["text"] + "\n" for record in records] == [text for text in alone for _ in (1, 2)]
     assert [(record["index"], record["sample"]) for record in records] == [(n, k) for n in range(3) for k in range(2)]
     for record in records:
-        assert record["finish"] == ("length" if len(record["tokens"]) == 9 else "end")
+        assert record["finish_reason"] == ("length" if len(record["tokens"]) == 9 else "end")
         assert [one["id"] for one in record["logprobs"]] == record["tokens"]
-        assert all(one["best"][0]["logprob"] == one["logprob"] for one in record["logprobs"]), "greedy"
+        assert all(one["top_logprobs"][0]["logprob"] == one["logprob"] for one in record["logprobs"]), "greedy"
     events = [json.loads(line) for line in call(*many, "--json", "--stream").stdout.splitlines()]
-    pieces = [event["piece"] for event in events if (event["index"], event["sample"]) == (1, 0) and "piece" in event]
+    pieces = [event["delta"] for event in events if (event["index"], event["sample"]) == (1, 0) and "delta" in event]
     assert "".join(pieces) == records[2]["text"]
     assert len(pieces) > 3
 

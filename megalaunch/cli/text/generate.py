@@ -113,11 +113,11 @@ def generate(
 
     try:
         sampling = api.Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
-        ask = api.GenerationRequest(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
+        request = api.GenerationRequest(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
     except ValueError as error:
         fail(str(error))
     streams = not json if stream is None else stream
-    job = api.GenerateJob(tuple(asked), ask, no_bos)
+    job = api.GenerateJob(tuple(asked), request, no_bos)
     _write(source, layout or [], job, (JsonlOutput if json else TextOutput)(asked, num_samples, streams))
 
 
@@ -134,7 +134,7 @@ def _write(source: Path, layout: list[str], job: GenerateJob, shown: GenerationO
             opened = api.open_source(source, lambda message: typer.echo(message, err=True))
             if job.no_bos:
                 opened = replace(opened, add_special_tokens=False)
-            _write_in_this_process(opened, api.validate_prompts(opened, job.prompts, job.ask), job.ask, shown)
+            _write_in_this_process(opened, api.validate_prompts(opened, job.prompts, job.request), job.request, shown)
     except api.CheckpointError as error:
         fail(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
@@ -144,14 +144,14 @@ def _write(source: Path, layout: list[str], job: GenerateJob, shown: GenerationO
 
 
 def _write_in_this_process(
-    source: ModelSource, tokens: list[list[int]], ask: GenerationRequest, shown: GenerationOutput
+    source: ModelSource, tokens: list[list[int]], request: GenerationRequest, shown: GenerationOutput
 ) -> None:
     from megalaunch.engine import api
 
     model = api.load_weights(source)
     api.set_num_threads_for(model)
-    texts = api.generate_texts(model, tokens, ask)
-    note = api.length_note(model, tokens, ask.max_new_tokens)
+    texts = api.generate_texts(model, tokens, request)
+    note = api.length_note(model, tokens, request.max_new_tokens)
     if note:
         typer.echo(note, err=True)
     for event in texts:

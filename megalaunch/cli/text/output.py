@@ -67,22 +67,27 @@ class JsonlOutput:
                 json.dumps({**position, "prompt": self._prompts[event.row // self._samples], **_record(event)}) + "\n"
             )
         elif self._stream:
-            _show(json.dumps({**position, "piece": event.text}) + "\n")
+            _show(json.dumps({**position, "delta": event.text}) + "\n")
 
 
 def _record(written: Any) -> dict[str, Any]:
-    record: dict[str, Any] = {"text": written.text, "tokens": list(written.tokens), "finish": written.finish}
+    record: dict[str, Any] = {
+        "text": written.text,
+        "tokens": list(written.tokens),
+        "finish_reason": written.finish_reason,
+    }
     if written.stop is not None:
         record["stop"] = written.stop
     if written.logprobs is not None:
         record["logprobs"] = [
-            {**asdict(token.chosen), "best": [asdict(one) for one in token.best]} for token in written.logprobs
+            {**asdict(token.chosen), "top_logprobs": [asdict(one) for one in token.top_logprobs]}
+            for token in written.logprobs
         ]
     return record
 
 
 def _is_delta(event: TextDelta | Completion) -> bool:
-    return not hasattr(event, "finish")
+    return not hasattr(event, "finish_reason")
 
 
 class _InOrder:

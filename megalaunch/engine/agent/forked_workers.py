@@ -18,13 +18,13 @@ def import_worker(module: str) -> Callable[[str], None]:
     """Import what a worker imports, and return the function that a forked worker runs with the path of its spec.
 
     Args:
-        module: name of the worker's module, with `main(arguments)` and `load_train_body()`.
+        module: name of the worker's module, with `main(arguments)` and `load_train_entrypoint()`.
     """
     import torch
 
     worker = importlib.import_module(module)
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
-    worker.load_train_body()
+    worker.load_train_entrypoint()
     importlib.import_module("torch._dynamo")  # FSDP2 imports it with the first forward pass
 
     def run(spec_file: str) -> None:

@@ -24,7 +24,7 @@ class TokenLogprobs:
     """A generated token, and the most likely ones at its position."""
 
     chosen: TokenLogprob
-    best: tuple[TokenLogprob, ...]
+    top_logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Completion:
         row: The number of the row.
         text: The text, without a stop string.
         tokens: All sampled tokens but an end token; the last ones may decode to text at or after a stop string.
-        finish: `end` (an end token), `stop` (a stop string) or `length` (the maximum number of tokens).
+        finish_reason: `end` (an end token), `stop` (a stop string) or `length` (the maximum number of tokens).
         stop: The stop string that was found.
         logprobs: Log-probabilities of each token; None: they were not requested.
     """
@@ -51,7 +51,7 @@ class Completion:
     row: int
     text: str
     tokens: tuple[int, ...]
-    finish: str
+    finish_reason: str
     stop: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -68,9 +68,9 @@ class _SequenceState:
     text: str = ""
     finished: bool = False
 
-    def grow(self, piece: str, last: bool = False) -> Iterator[TextDelta]:
-        """Add a piece; yield the text that is certain to precede any stop string."""
-        shown = self.stops.add(piece, last)
+    def grow(self, text: str, last: bool = False) -> Iterator[TextDelta]:
+        """Add text; yield the text that is certain to precede any stop string."""
+        shown = self.stops.add(text, last)
         self.text += shown
         if shown:
             yield TextDelta(self.number, shown)
@@ -132,7 +132,7 @@ class BatchGenerator:
 
     def _add(self, row: _SequenceState, index: int, drawn: SampledTokens) -> Iterator[TextDelta | Completion]:
         token = int(drawn.tokens_B[index])
-        if token in self.config.ends:
+        if token in self.config.eos_token_ids:
             yield from row.finish("end")
             return
         row.tokens.append(token)
@@ -143,13 +143,15 @@ class BatchGenerator:
             yield from row.finish("stop")
 
     def _no_logprobs(self) -> list[TokenLogprobs] | None:
-        return None if self.config.likeliest is None else []
+        return None if self.config.logprobs is None else []
 
     def _token_logprobs(self, token: int, index: int, drawn: SampledTokens) -> TokenLogprobs:
-        assert drawn.likelihoods is not None
-        chosen_B, ids_Bn, best_Bn = drawn.likelihoods
-        best = zip(ids_Bn[index].tolist(), best_Bn[index].tolist(), strict=True)
-        return TokenLogprobs(self._chance(token, float(chosen_B[index])), tuple(self._chance(*one) for one in best))
+        assert drawn.logprobs is not None
+        chosen_B, ids_Bn, top_Bn = drawn.logprobs
+        top = zip(ids_Bn[index].tolist(), top_Bn[index].tolist(), strict=True)
+        return TokenLogprobs(
+            self._token_logprob(token, float(chosen_B[index])), tuple(self._token_logprob(*one) for one in top)
+        )
 
-    def _chance(self, token: int, logprob: float) -> TokenLogprob:
+    def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(self.tokenizer.decode([token], special=True), token, logprob)

@@ -41,31 +41,31 @@ class GenerationConfig:
     Args:
         max_new_tokens: Maximum number of new tokens.
         sampling: The sampling parameters.
-        ends: Ids of the tokens that end a text.
-        vocabulary: Ids from here on are never sampled: a model's embedding may have more rows than its tokenizer.
-        likeliest: Return log-probabilities of the sampled token and of this many most likely tokens; None: of none.
+        eos_token_ids: Ids of the tokens that end a text.
+        vocab_size: Ids from here on are never sampled: a model's embedding may have more rows than its tokenizer.
+        logprobs: Return log-probabilities of the sampled token and of this many most likely tokens; None: of none.
     """
 
     max_new_tokens: int
     sampling: Sampling
-    ends: frozenset[int] = frozenset()
-    vocabulary: int | None = None
-    likeliest: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    vocab_size: int | None = None
+    logprobs: int | None = None
 
 
 class Logprobs(NamedTuple):
     """Log-probabilities before penalty and temperature: of the sampled tokens [B], and of the n most likely [B, n]."""
 
     chosen_B: Tensor
-    best_ids_Bn: Tensor
-    best_Bn: Tensor
+    top_ids_Bn: Tensor
+    top_Bn: Tensor
 
 
 class SampledTokens(NamedTuple):
     """The next token of every row, [B] int64 on the CPU. Tokens of rows that had ended before are meaningless."""
 
     tokens_B: Tensor
-    likelihoods: Logprobs | None
+    logprobs: Logprobs | None
 
 
 def generate_tokens(
@@ -98,11 +98,11 @@ def generate_tokens(
     borders = {layer.rope.original_positions for layer in model.config.layers if layer.rope and layer.rope.long_factors}
     texts = [list(prompt) for prompt in prompts]
     for _ in range(config.max_new_tokens):
-        logits_BV = next_logits(model, tokens_BS, cache)[:, : config.vocabulary]
+        logits_BV = next_logits(model, tokens_BS, cache)[:, : config.vocab_size]
         next_B = sampler.next_tokens(logits_BV)
         for row, token in enumerate(next_B.tolist()):
-            ended[row] = ended[row] or token in config.ends
-        yield SampledTokens(next_B, _likelihoods(logits_BV, next_B, config.likeliest))
+            ended[row] = ended[row] or token in config.eos_token_ids
+        yield SampledTokens(next_B, _logprobs(logits_BV, next_B, config.logprobs))
         if all(ended):
             return
         tokens_BS = next_B[:, None]
@@ -114,16 +114,16 @@ def generate_tokens(
             tokens_BS = torch.tensor([[_FILLER] * start + text for start, text in zip(starts, texts, strict=True)])
 
 
-@torch.no_grad()  # not inference_mode: a sharded model keeps gathered parameters
+@torch.inference_mode()
 def next_logits(model: TextModel, tokens_BS: Tensor, cache: KVCache) -> Tensor:
     """Run new tokens after those in the KV cache, update it and return the next token's logits [B, V]."""
     tokens_BS = tokens_BS.to(model.device)
     return model(tokens_BS, cache.advance(tokens_BS.shape[1], tokens_BS.device), cache)[:, -1]
 
 
-def _likelihoods(logits_BV: Tensor, next_B: Tensor, likeliest: int | None) -> Logprobs | None:
-    if likeliest is None:
+def _logprobs(logits_BV: Tensor, next_B: Tensor, num_top: int | None) -> Logprobs | None:
+    if num_top is None:
         return None
     all_BV = logits_BV.float().log_softmax(dim=-1).cpu()
-    best_Bn, ids_Bn = all_BV.topk(min(likeliest, all_BV.shape[1]), dim=-1)
-    return Logprobs(all_BV.gather(1, next_B[:, None])[:, 0], ids_Bn, best_Bn)
+    top_Bn, ids_Bn = all_BV.topk(min(num_top, all_BV.shape[1]), dim=-1)
+    return Logprobs(all_BV.gather(1, next_B[:, None])[:, 0], ids_Bn, top_Bn)

@@ -29,7 +29,7 @@ class GenerateJob:
     """Generate continuations of prompts."""
 
     prompts: tuple[Prompt, ...]
-    ask: GenerationRequest
+    request: GenerationRequest
     no_bos: bool = False
 
 
@@ -48,13 +48,13 @@ Job = GenerateJob | EvaluateJob
 
 
 @dataclass(frozen=True)
-class Warning:
+class JobWarning:
     """A warning for the user."""
 
     message: str
 
 
-Answer = Union[TextDelta, Completion, "Score", Warning]
+Answer = Union[TextDelta, Completion, "Score", JobWarning]
 
 
 def job_file(directory: RunDirectory) -> Path:
@@ -78,8 +78,8 @@ def read_job(directory: RunDirectory) -> Job:
     data = json.loads(job_file(directory).read_text(encoding="utf-8"))
     if data.pop("kind") == "score":
         return EvaluateJob(**{**data, "data": tuple(data["data"])})
-    ask = data["ask"]
-    values = {**ask, "sampling": Sampling(**ask["sampling"]), "stop": tuple(ask["stop"])}
+    request = data["request"]
+    values = {**request, "sampling": Sampling(**request["sampling"]), "stop": tuple(request["stop"])}
     return GenerateJob(tuple(data["prompts"]), GenerationRequest(**values), data["no_bos"])
 
 
@@ -97,7 +97,7 @@ def from_record(record: Record) -> Answer:
         from megalaunch.engine.inference.perplexity import Score  # imported late: generation needs no trainer
 
         return Score(**values)
-    kinds: dict[str, type[TextDelta] | type[Warning]] = {"TextDelta": TextDelta, "Warning": Warning}
+    kinds: dict[str, type[TextDelta] | type[JobWarning]] = {"TextDelta": TextDelta, "JobWarning": JobWarning}
     return kinds[record["kind"]](**values)
 
 
@@ -105,7 +105,7 @@ def _completion(values: dict[str, Any]) -> Completion:
     logprobs = values["logprobs"]
     if logprobs is not None:
         logprobs = tuple(
-            TokenLogprobs(TokenLogprob(**token["chosen"]), tuple(TokenLogprob(**one) for one in token["best"]))
+            TokenLogprobs(TokenLogprob(**token["chosen"]), tuple(TokenLogprob(**one) for one in token["top_logprobs"]))
             for token in logprobs
         )
     return Completion(**{**values, "tokens": tuple(values["tokens"]), "logprobs": logprobs})

@@ -1,6 +1,7 @@
 """The KV cache: keys and values of all earlier positions in every layer, and attention over them.
 
-One contiguous buffer per layer, allocated at full size, so that a step copies only its new keys and values.
+One contiguous buffer per layer and state, allocated at full size, so that a step copies only its new keys and values.
+An attention layer chooses its states: keys and values, or others.
 
 The KV cache is updated in `LayerKVCache.update`, which attention calls once per layer and forward pass, after RoPE:
 cached keys are already rotated. `KVCache.advance` is called before each pass and returns the position ids.
@@ -22,37 +23,35 @@ from megalaunch.engine.model.attention.mask import from_mask
 
 
 class LayerKVCache:
-    """The KV cache of one layer: keys and values [B, G, capacity, D], of which `length` positions are filled.
+    """The KV cache of one layer: states [B, G, capacity, D] (keys and values), of which `length` positions are filled.
 
-    The buffers are allocated by the first `update`, with the dtype and on the device of its keys.
+    The buffers are allocated by the first `update`, one for each state, with its shape and dtype and on its device.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._buffers: list[Tensor] = []
         self.length = 0
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the KV cache: append keys and values [B, G, S, D] of the next S positions.
+    def update(self, *states: Tensor) -> list[Tensor]:
+        """Update the KV cache: append the states [B, G, S, D] of the next S positions.
 
         Returns:
-            Views of the keys and the values of all positions so far, [B, G, T, D].
+            Views of the states of all positions so far, [B, G, T, D].
 
         Raises:
             ValueError: The positions exceed the capacity.
         """
-        start, count = self.length, keys.shape[2]
+        start, count = self.length, states[0].shape[2]
         end = start + count
         if end > self._capacity:
             raise ValueError(f"the cache holds {self._capacity} positions, {end} are asked for")
-        if self._keys is None or self._values is None:
-            batch, groups, _, head_dim = keys.shape
-            self._keys, self._values = (keys.new_empty(batch, groups, self._capacity, head_dim) for _ in range(2))
-        self._keys.narrow(2, start, count).copy_(keys)
-        self._values.narrow(2, start, count).copy_(values)
+        if not self._buffers:
+            self._buffers = [state.new_empty(*state.shape[:2], self._capacity, state.shape[3]) for state in states]
+        for buffer, state in zip(self._buffers, states, strict=True):
+            buffer.narrow(2, start, count).copy_(state)
         self.length = end
-        return self._keys.narrow(2, 0, end), self._values.narrow(2, 0, end)
+        return [buffer.narrow(2, 0, end) for buffer in self._buffers]
 
 
 class KVCache:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.load_tensors import read_tensors
 from megalaunch.engine.checkpoint.retention import find_checkpoint
 from megalaunch.engine.inference.chat_template import stop_token_ids
-from megalaunch.engine.inference.fast_decoder import FastDecoder
+from megalaunch.engine.inference.fuse_projections import fuse_projections
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS, Decoder
 from megalaunch.importers.huggingface.folder import CONFIG
@@ -41,7 +40,7 @@ class ModelSource:
         spec: The spec of its training run, or one made from a Hugging Face config.
         tokenizer: The tokenizer.
         files: Companion files of the weights, by their names in Hugging Face folders.
-        ends: Ids of the tokens that end a text.
+        eos_token_ids: Ids of the tokens that end a text.
         add_special_tokens: Whether texts get the special tokens of the tokenizer's post-processor, such as BOS.
     """
 
@@ -49,7 +48,7 @@ class ModelSource:
     spec: RunSpec
     tokenizer: Tokenizer
     files: Mapping[str, Path]
-    ends: frozenset[int]
+    eos_token_ids: frozenset[int]
     add_special_tokens: bool = field(default=True, kw_only=True)
 
     def encode(self, text: str) -> list[int]:
@@ -59,14 +58,9 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class LanguageModel(ModelSource):
-    """A language model with its weights loaded."""
+    """A language model with its weights loaded, and the projections of its decoder fused."""
 
     decoder: Decoder
-
-    @cached_property
-    def fast_decoder(self) -> FastDecoder:
-        """The decoder optimised for generation; it shares the parameters of `decoder`."""
-        return FastDecoder(self.decoder)
 
 
 def open_model(
@@ -159,7 +153,7 @@ def _decoder_from_folder(source: ModelSource, dtype: torch.dtype, device: torch.
     }
     decoder.load_state_dict(placed, strict=False, assign=True)
     decoder.tie()
-    return decoder.eval()
+    return fuse_projections(decoder.eval())
 
 
 def _source_from_folder(folder: HuggingFaceFolder, weights: HuggingFaceWeights) -> ModelSource:
@@ -170,8 +164,8 @@ def _source_from_folder(folder: HuggingFaceFolder, weights: HuggingFaceWeights) 
             "model reads and writes no text; copy the one that belongs to the model there"
         )
     tokenizer, files = tokenizer_from_json(text), folder.companions()
-    ends = stop_token_ids(files, get_text_config(folder.config), tokenizer)
-    return ModelSource(folder.directory, make_spec(weights.model), tokenizer, files, ends)
+    eos_token_ids = stop_token_ids(files, get_text_config(folder.config), tokenizer)
+    return ModelSource(folder.directory, make_spec(weights.model), tokenizer, files, eos_token_ids)
 
 
 def _source_from_checkpoint(checkpoint: Path) -> ModelSource:
@@ -188,9 +182,9 @@ def _source_from_checkpoint(checkpoint: Path) -> ModelSource:
     except (SpecError, DataError, OSError, ValueError) as error:
         raise _load_error(checkpoint, error) from error
     files = stored.companions()
-    ends = stop_token_ids(files, get_text_config(stored.origin.get("config") or {}), tokenizer)
+    eos_token_ids = stop_token_ids(files, get_text_config(stored.origin.get("config") or {}), tokenizer)
     around = spec.data.add_special_tokens  # as in the run's training data
-    return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
+    return ModelSource(checkpoint, spec, tokenizer, files, eos_token_ids, add_special_tokens=around)
 
 
 def _strip_padding(model: ModelSpec, stored: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
@@ -233,4 +227,4 @@ def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.
     }
     decoder.load_state_dict(placed, strict=False, assign=True)  # not strict: a tied head has no tensor of its own
     decoder.tie()
-    return decoder.eval()
+    return fuse_projections(decoder.eval())

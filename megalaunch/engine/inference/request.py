@@ -23,7 +23,7 @@ class GenerationRequest:
         stop: Strings that end a text and are not part of it.
         num_samples: Completions per prompt.
         batch_size: Rows per forward pass.
-        likeliest: The number of top log-probabilities per token, as in `GenerationConfig`.
+        logprobs: The number of top log-probabilities per token, as in `GenerationConfig`.
 
     Raises:
         ValueError: A setting is out of range; the message names it.
@@ -34,7 +34,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     num_samples: int = 1
     batch_size: int = 8
-    likeliest: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         counts = {"max-new-tokens": self.max_new_tokens, "num-samples": self.num_samples, "batch-size": self.batch_size}
@@ -43,8 +43,8 @@ class GenerationRequest:
                 raise ValueError(f"{name} must be 1 or more, not {count}")
         if "" in self.stop:
             raise ValueError("a stop string is empty: every text would end at once")
-        if self.likeliest is not None and self.likeliest < 0:
-            raise ValueError(f"logprobs must be 0 or more, not {self.likeliest}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs must be 0 or more, not {self.logprobs}")
 
 
 def tokenize_prompts(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
@@ -61,11 +61,11 @@ def tokenize_prompts(model: ModelSource, prompts: Sequence[str | Sequence[dict[s
 
 
 def validate_prompts(
-    model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], ask: GenerationRequest
+    model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], request: GenerationRequest
 ) -> list[list[int]]:
     """Tokenize prompts and check their length (`check_context_length`); needs no weights. Raises ValueError."""
     tokens = tokenize_prompts(model, prompts)
-    check_context_length(model.spec.model, tokens, ask.max_new_tokens)
+    check_context_length(model.spec.model, tokens, request.max_new_tokens)
     return tokens
 
 
@@ -86,30 +86,32 @@ def check_context_length(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_
 
 
 def generate_texts(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], ask: GenerationRequest, by: TextModel | None = None
+    model: LanguageModel, prompts: Sequence[Sequence[int]], request: GenerationRequest, by: TextModel | None = None
 ) -> Iterator[TextDelta | Completion]:
     """Generate completions of all prompts, as pieces of text and finished completions.
 
     Args:
         model: The language model.
         prompts: Token ids.
-        ask: The settings.
-        by: A model that computes the logits in place of `model.fast_decoder`.
+        request: The settings.
+        by: A model that computes the logits in place of `model.decoder`.
 
     Raises:
         ValueError: A prompt is empty or too long; raised before the first forward pass.
     """
-    return generate_with(by or model.fast_decoder, model, prompts, ask)
+    return generate_with(by or model.decoder, model, prompts, request)
 
 
 def generate_with(
-    computing: TextModel, source: ModelSource, prompts: Sequence[Sequence[int]], ask: GenerationRequest
+    computing: TextModel, source: ModelSource, prompts: Sequence[Sequence[int]], request: GenerationRequest
 ) -> Iterator[TextDelta | Completion]:
     """Generate completions as `generate_texts` does, with `computing` for the logits of the source's model."""
-    check_context_length(source.spec.model, prompts, ask.max_new_tokens)
-    config = GenerationConfig(ask.max_new_tokens, ask.sampling, source.ends, source.tokenizer.vocab_size, ask.likeliest)
-    writer = BatchGenerator(computing, source.tokenizer, config, ask.stop)
-    return writer.generate(prompts, ask.num_samples, ask.batch_size)
+    check_context_length(source.spec.model, prompts, request.max_new_tokens)
+    config = GenerationConfig(
+        request.max_new_tokens, request.sampling, source.eos_token_ids, source.tokenizer.vocab_size, request.logprobs
+    )
+    writer = BatchGenerator(computing, source.tokenizer, config, request.stop)
+    return writer.generate(prompts, request.num_samples, request.batch_size)
 
 
 def length_note(model: ModelSource, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:

@@ -24,8 +24,8 @@ def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
             f"train.sample_prompt has {len(tokens)} tokens, the model is made for {longest} in all "
             "(model.max_position_embeddings)"
         )
-    ends = frozenset(() if tokenizer.eod_id is None else (tokenizer.eod_id,))
+    eos_token_ids = frozenset(() if tokenizer.eod_id is None else (tokenizer.eod_id,))
     most = min(spec.train.sample_tokens, longest - len(tokens))
-    config = GenerationConfig(most, Sampling(seed=spec.train.seed), ends, tokenizer.vocab_size)
+    config = GenerationConfig(most, Sampling(seed=spec.train.seed), eos_token_ids, tokenizer.vocab_size)
     written = [int(drawn.tokens_B[0]) for drawn in generate_tokens(model, [tokens], config)]
-    return prompt + "".join(detokenize_stream(tokenizer, tokens, (t for t in written if t not in ends)))
+    return prompt + "".join(detokenize_stream(tokenizer, tokens, (t for t in written if t not in eos_token_ids)))

@@ -162,6 +162,11 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     @property
+    def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """The head, which the region computes (`ProjectionBlock`)."""
+        return () if self.head is None else ((self.head,),)
+
+    @property
     def vocabulary_columns(self) -> int:
         """How many of this rank's logits belong to tokens: the first ones. The rest are padding."""
         axis = self.tp_region.vocab_axis

@@ -79,13 +79,19 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, width, COLUMN_PARALLEL, bias)
         self.down_proj = Linear(width, hidden_size, ROW_PARALLEL, bias)
 
+    @property
+    def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """The projections, those that share an input as one group (`ProjectionBlock`)."""
+        entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        return entries, (self.down_proj,)
+
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Apply the block, [B, s, H] -> [B, s, H]."""
         return self.save_policy(self.feed_forward, x_BSH)
 
     def feed_forward(self, x_BSH: Tensor) -> Tensor:
         """Apply the block, as a function that the save policy may call again."""
-        entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        entries, _ = self.projection_groups
         activated = self.activation_save_policy(
             self.activation, *self.tp_region.column_parallel_linear(x_BSH, *entries)
         )

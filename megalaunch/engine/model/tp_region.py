@@ -10,7 +10,7 @@ F features, V vocabulary, N heads; f, v and n are a rank's shards of F, V and N.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +56,17 @@ class TPRegion(Protocol):
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
         """Average a statistic over ranks, each of which computed it on its shard of the features."""
+
+
+@runtime_checkable
+class ProjectionBlock(Protocol):
+    """A block that lets a region compute its projections. Inference sets another region, which fuses them."""
+
+    tp_region: TPRegion
+
+    @property
+    def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """The projections that the block passes to its region; those that share an input are one group."""
 
 
 class NoTP:

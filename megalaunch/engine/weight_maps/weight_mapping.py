@@ -92,10 +92,10 @@ class Multimodal:
     vision: tuple[str, ...]
     """Prefixes of the vision tower's tensors, which are skipped."""
 
-    def layout(self, held: Collection[str]) -> Mapping[str, str]:
+    def layout(self, tensor_names: Collection[str]) -> Mapping[str, str]:
         """Return the layout of a folder that holds these tensors."""
         for layout in self.layouts:
-            if any(name.startswith(tuple(layout.values())) for name in held):
+            if any(name.startswith(tuple(layout.values())) for name in tensor_names):
                 return layout
         return self.layouts[0]
 

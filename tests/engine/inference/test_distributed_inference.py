@@ -90,7 +90,7 @@ def require_same_texts(found: list[dict], expected: list[dict]) -> None:
     assert len(found) == len(expected) > 0
     for mine, theirs in zip(found, expected, strict=True):
         for place, other in zip(mine.get("logprobs", []), theirs.get("logprobs", []), strict=True):
-            for one, same in zip((place, *place["best"]), (other, *other["best"]), strict=True):
+            for one, same in zip((place, *place["top_logprobs"]), (other, *other["top_logprobs"]), strict=True):
                 assert one["id"] == same["id"]
                 assert one["logprob"] == pytest.approx(same["logprob"], abs=1e-4)
         assert mine | {"logprobs": []} == theirs | {"logprobs": []}

@@ -17,7 +17,7 @@ from megalaunch.engine import api
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.store import CheckpointError
 from megalaunch.engine.inference.detokenizer import StopStrings, detokenize_stream
-from megalaunch.engine.inference.fast_decoder import FastDecoder, FusedLinear
+from megalaunch.engine.inference.fuse_projections import FusedLinear, fuse_projections
 from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens, next_logits
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.sampling import Sampler, Sampling, sampling_probs
@@ -40,14 +40,14 @@ def rows_of(model, prompts, count: int, sampling: Sampling, samples=None, **writ
 PROMPTS = [[5, 6, 7], [90, 4, 200], [11], [250, 3, 3, 8, 40, 41, 42]]
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [3, 4, 5]])
-def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], fast: bool):
+def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], fused: bool):
     model = tiny_decoder()
     tokens = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(tokens)
-    writer = FastDecoder(model) if fast else model
+    writer = fuse_projections(model) if fused else model
     cache, start = cache_for(model, 12), 0
     for size in cuts:
         logits = next_logits(writer, tokens[:, start : start + size], cache)
@@ -55,7 +55,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], fast: bool)
         torch.testing.assert_close(logits, whole[:, start - 1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -63,16 +63,17 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], fast: bool)
         {"sliding_window": 3},
         {"sliding_window": 3, "attn_logit_softcapping": 2.0, "qk_norm": "full"},
         {"position_embedding": "learned", "norm": "layernorm", "mlp_bias": True, "qkv_bias": True},
+        {"moe": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "shared_expert_gate": True}},
     ],
 )
-def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, fast: bool):
+def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, fused: bool):
     """Logits to rounding, past the window."""
     model = tiny_decoder(**shape)
     longest = max(map(len, PROMPTS))
     starts = [longest - len(prompt) for prompt in PROMPTS]
     padded = torch.tensor([[0] * start + prompt for start, prompt in zip(starts, PROMPTS, strict=True)])
     more = torch.randint(0, 300, (len(PROMPTS), 4), generator=torch.Generator().manual_seed(2))
-    writer = FastDecoder(model) if fast else model
+    writer = fuse_projections(model) if fused else model
     cache = cache_for(model, longest + 4, starts)
     found = [next_logits(writer, padded, cache)]
     found += [next_logits(writer, more[:, place : place + 1], cache) for place in range(4)]
@@ -91,25 +92,50 @@ def test_fused_projections_equal_each_projection_by_itself(features: tuple[int, 
         projections = [Linear(32, size, COLUMN_PARALLEL, bias) for size in features]
         for parameter in (p for projection in projections for p in projection.parameters()):
             parameter.data.normal_()
-        x, residual = torch.randn(rows, 32), torch.randn(rows, sum(features))
+        x = torch.randn(rows, 32)
         with torch.no_grad():
             expected = torch.cat([projection(x) for projection in projections], dim=1)
             fused = FusedLinear(*projections)
             torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(fused.add_to(residual, x), residual + expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_fast_decoder_shares_its_parameters():
-    model = tiny_decoder(tie_word_embeddings=True)
-    tokens = torch.tensor([PROMPTS[3]])
+def test_fused_parameters_are_those_of_the_decoder():
+    """Changed in place before the first token."""
+    plain, fused = tiny_decoder(tie_word_embeddings=True), fuse_projections(tiny_decoder(tie_word_embeddings=True))
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+    assert fused.head.weight is fused.embedding.weight
+    tokens = torch.tensor([PROMPTS[3]] * 3)
     with torch.no_grad():
-        before = model(tokens)
-        fast = FastDecoder(model)
-        torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-5)
-        model.layers["1"].mlp.up_proj.weight.mul_(2)
-        model.embedding.weight.mul_(0.5)
-        found = next_logits(fast, tokens, cache_for(model, 7))
-        torch.testing.assert_close(found, model(tokens)[:, -1], rtol=1e-5, atol=1e-5)
+        for model in (plain, fused):
+            model.layers["1"].mlp.up_proj.weight.mul_(2)
+            model.embedding.weight.mul_(0.5)
+        expected = plain(tokens)
+    for rows in (1, 3):
+        cache = cache_for(fused, 7)
+        found = torch.stack([next_logits(fused, tokens[:rows, place, None], cache) for place in range(7)], dim=1)
+        torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-5)
+
+
+def test_fused_projections_leave_gradients_and_several_positions_alone():
+    plain, fused = tiny_decoder(), fuse_projections(tiny_decoder())
+    tokens = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(fused(tokens), plain(tokens))
+    for model in (plain, fused):
+        for some in (tokens[:, :5], tokens[:, :1]):
+            model(some).square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert all(torch.equal(parameter.grad, gradients[name]) for name, parameter in fused.named_parameters())
+
+
+@pytest.mark.parametrize(("usable", "packed"), [(2**36, True), (2**10, False)])
+def test_weights_are_packed_where_memory_allows(monkeypatch, usable: int, packed: bool):
+    monkeypatch.setattr("megalaunch.engine.inference.fuse_projections.usable_memory", lambda: usable)
+    model = fuse_projections(tiny_decoder())
+    with torch.profiler.profile() as profile:
+        next_logits(model, torch.tensor([[5], [6], [7]]), cache_for(model, 1))
+    operators = {event.name for event in profile.events()}
+    assert ("mkldnn::_linear_pointwise" in operators) == packed
 
 
 def test_the_cache_refuses_what_does_not_fit():
@@ -130,7 +156,7 @@ def test_greedy_takes_what_repeated_whole_passes_take():
 
 def test_a_batch_of_eight_is_eight_singles():
     """Greedy and drawn, of any lengths, in any order, whatever sample of its prompt a row is."""
-    model = FastDecoder(tiny_decoder())
+    model = fuse_projections(tiny_decoder())
     prompts = PROMPTS + [[*prompt[::-1], 9] for prompt in PROMPTS]
     for sampling in (GREEDY, Sampling(temperature=1.0, seed=3, repetition_penalty=1.3)):
         together = rows_of(model, prompts, 15, sampling, samples=[0, 1] * 4)
@@ -155,11 +181,11 @@ def test_it_stops_when_every_row_has_ended():
     free = rows_of(model, prompts, 10, GREEDY)
     end = free[0][2]
     first = [row.index(end) if end in row else 99 for row in free]
-    drawn = rows_of(model, prompts, 10, GREEDY, ends=frozenset({end, 299}))
+    drawn = rows_of(model, prompts, 10, GREEDY, eos_token_ids=frozenset({end, 299}))
     assert len(drawn[0]) == min(10, max(first) + 1)
     assert drawn[0][: first[0] + 1] == free[0][: first[0] + 1]
     assert drawn[1] == free[1][: len(drawn[1])]
-    assert len(rows_of(model, prompts[:1], 10, GREEDY, ends=frozenset({end}))[0]) == first[0] + 1
+    assert len(rows_of(model, prompts[:1], 10, GREEDY, eos_token_ids=frozenset({end}))[0]) == first[0] + 1
 
 
 def test_the_caller_may_end_rows():
@@ -174,7 +200,7 @@ def test_ids_that_no_tokenizer_knows_are_never_written():
     with torch.no_grad():
         model.head.weight[250:] *= 50  # the likeliest by far, were they allowed
     for sampling in (GREEDY, Sampling(temperature=2.0)):
-        assert max(rows_of(model, [[5]], 30, sampling, vocabulary=250)[0]) < 250
+        assert max(rows_of(model, [[5]], 30, sampling, vocab_size=250)[0]) < 250
     assert max(rows_of(model, [[5]], 30, GREEDY)[0]) >= 250
 
 
@@ -182,13 +208,13 @@ def test_log_probabilities_are_the_models_own():
     model = tiny_decoder()
     sampling = Sampling(temperature=0.3, top_k=5, repetition_penalty=2.0, seed=4)
     text = list(PROMPTS[0])
-    for drawn in generate_tokens(model, [text[:3]], GenerationConfig(8, sampling, likeliest=3)):
+    for drawn in generate_tokens(model, [text[:3]], GenerationConfig(8, sampling, logprobs=3)):
         with torch.no_grad():
             expected = model(torch.tensor([text]))[0, -1].log_softmax(-1)
         token = int(drawn.tokens_B[0])
-        chosen_B, ids_Bn, best_Bn = drawn.likelihoods
+        chosen_B, ids_Bn, top_Bn = drawn.logprobs
         torch.testing.assert_close(chosen_B[0], expected[token], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(best_Bn[0], expected.topk(3).values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(top_Bn[0], expected.topk(3).values, rtol=1e-4, atol=1e-4)
         assert ids_Bn[0].tolist() == expected.topk(3).indices.tolist()
         text.append(token)
 
@@ -320,9 +346,11 @@ def test_texts_of_many_prompts_end_each_in_its_own_way(tmp_path: Path):
     model = api.open_model(make_run(tmp_path / "run").root)
     prompts = ["the cat", "the dog lay by", "näh"]
 
-    def written(**ask: object) -> list[api.Completion]:
+    def written(**request: object) -> list[api.Completion]:
         events = list(
-            api.generate_texts(model, api.tokenize_prompts(model, prompts), api.GenerationRequest(20, GREEDY, **ask))
+            api.generate_texts(
+                model, api.tokenize_prompts(model, prompts), api.GenerationRequest(20, GREEDY, **request)
+            )
         )
         records = sorted((event for event in events if isinstance(event, api.Completion)), key=lambda one: one.row)
         for record in records:
@@ -331,11 +359,11 @@ def test_texts_of_many_prompts_end_each_in_its_own_way(tmp_path: Path):
         return records
 
     free = written(batch_size=2)
-    assert [record.finish for record in free] == ["length"] * 3
+    assert [record.finish_reason for record in free] == ["length"] * 3
     assert [record.text for record in free] == [api.generate(tmp_path / "run", one, 20, GREEDY) for one in prompts]
     stop = free[1].text[5:8]
-    stopped = written(stop=(stop,), likeliest=0)
-    assert (stopped[1].finish, stopped[1].stop) == ("stop", stop)
+    stopped = written(stop=(stop,), logprobs=0)
+    assert (stopped[1].finish_reason, stopped[1].stop) == ("stop", stop)
     assert [record.text for record in stopped] == [record.text.split(stop)[0] for record in free]
     assert len(stopped[1].logprobs) == len(stopped[1].tokens) < 20
     twice = written(num_samples=2, batch_size=4)
@@ -371,7 +399,7 @@ def test_tied_embeddings_and_an_end_of_the_document(tmp_path: Path):
     model = api.open_model(run.root)
     assert model.decoder.head.weight is model.decoder.embedding.weight
     ((first,),) = rows_of(model.decoder, api.tokenize_prompts(model, ["the cat"]), 1, GREEDY)
-    model = replace(model, ends=frozenset({first}))
+    model = replace(model, eos_token_ids=frozenset({first}))
     assert list(api.stream_text(model, "the cat", 20, GREEDY)) == []
 
 

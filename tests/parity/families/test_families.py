@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.import_checkpoint import make_spec
 from megalaunch.engine.checkpoint.store import save_checkpoint
-from megalaunch.engine.inference.fast_decoder import FastDecoder
+from megalaunch.engine.inference.fuse_projections import fuse_projections
 from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.model.build import build_decoder
@@ -108,7 +109,7 @@ def test_an_export_trains_in_transformers_as_here(name, origin, tmp_path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_text(name, tmp_path):
-    """64 tokens of transformers' `generate`, past every window; two prompts at once, by both of our decoders."""
+    """64 tokens of transformers' `generate`, past every window; two prompts at once, projections fused and not."""
     theirs = make(name, tmp_path / "hf", **MORE_ROOM[name.startswith("gpt2")])
     weights = HuggingFaceWeights(HuggingFaceFolder(tmp_path / "hf"))
     ours = build_decoder(weights.model)
@@ -116,7 +117,7 @@ def test_greedy_text(name, tmp_path):
         tensor.data.copy_(weights.read(key))
     prompts = [TOKENS[0, :6].tolist(), TOKENS[1, :9].tolist()]
     expected = [_their_text(theirs, prompt) for prompt in prompts]
-    for model in (ours.eval(), FastDecoder(ours)):
+    for model in (ours.eval(), fuse_projections(deepcopy(ours))):
         drawn = generate_tokens(model, prompts, GenerationConfig(64, Sampling(temperature=0)))
         assert torch.stack([step.tokens_B for step in drawn], dim=1).tolist() == expected
 

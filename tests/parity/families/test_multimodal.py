@@ -251,9 +251,9 @@ def test_generate_and_evaluate_read_the_folder_as_it_is(tmp_path):
     tokenizer, path = tiny_tokenizer(tmp_path)
     path.rename(tmp_path / "hf" / "tokenizer.json")
     model = open_model(tmp_path / "hf", device=torch.device("cpu"))
-    assert {1, 6} <= model.ends, "eos_token_id stands beside text_config"
+    assert {1, 6} <= model.eos_token_ids, "eos_token_id stands beside text_config"
     prompt = tokenizer.encode("the quick")
-    drawn = generate_tokens(model.fast_decoder, [prompt], GenerationConfig(24, Sampling(temperature=0)))
+    drawn = generate_tokens(model.decoder, [prompt], GenerationConfig(24, Sampling(temperature=0)))
     theirs.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     written = theirs.generate(

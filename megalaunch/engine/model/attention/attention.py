@@ -21,10 +21,13 @@ from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD,
 
 
 class LayerKVCache(Protocol):
-    """The KV cache of one layer: keys and values of earlier positions, for generation."""
+    """The KV cache of one layer, for generation: what its attention keeps of earlier positions.
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, G, S, D] of new positions; return those of all positions, [B, G, T, D]."""
+    The kind of attention decides what that is: keys and values here.
+    """
+
+    def update(self, *states: Tensor) -> Sequence[Tensor]:
+        """Append states [B, G, S, ...] of new positions; return those of all positions, [B, G, T, ...]."""
 
 
 class KVCache(Protocol):
@@ -62,6 +65,11 @@ class Attention(nn.Module):
         elif config.qk_norm == "full":
             self.q_norm = ShardedRMSNorm(queries, norm, COLUMN_PARALLEL, tp_region)
             self.k_norm = ShardedRMSNorm(keys, norm, groups, tp_region)
+
+    @property
+    def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """The projections, those that share an input as one group (`ProjectionBlock`)."""
+        return (self.q_proj, self.k_proj, self.v_proj), (self.o_proj,)
 
     def forward(
         self,
