@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim.adamw import adamw
 
+from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.schema.optimizer import OptimizerSpec
 from megalaunch.schema.schedule import ScheduleSpec
@@ -15,23 +17,31 @@ from megalaunch.schema.schedule import ScheduleSpec
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@dataclass(frozen=True)
+class _State:
+    """The moments of one parameter, sharded as it is, and its number of updates."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+
 class NamedAdamW:
-    """Fused AdamW. Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts."""
+    """Fused AdamW on this rank's shards.
+
+    Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts.
+
+    The update is elementwise, so each rank updates its local tensors. Called with DTensors, torch derives the sharding
+    of every tensor of the fused update anew in each process: seconds in the first step.
+    """
 
     def __init__(self, model: ModelParts, spec: OptimizerSpec) -> None:
+        self._settings = spec
         self._parameters = dict(model.named_parameters())
-        matrices = [p for name, p in self._parameters.items() if p.ndim >= 2 and not name.endswith(".bias")]
-        vectors = [p for name, p in self._parameters.items() if p.ndim < 2 or name.endswith(".bias")]
-        self._adamw = AdamW(
-            [
-                {"params": matrices, "weight_decay": spec.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=spec.lr,
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.epsilon,
-            fused=True,
-        )
+        self._states: dict[str, _State] = {}
+        named = self._parameters.items()
+        self._decayed = [name for name, p in named if p.ndim >= 2 and not name.endswith(".bias")]
+        self._undecayed = [name for name, p in named if p.ndim < 2 or name.endswith(".bias")]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -45,32 +55,58 @@ class NamedAdamW:
             learning_rate: Learning rate of this update.
             divisor: Gradients are divided by it inside the fused update, which saves a pass over them (clipping).
         """
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        # the fused update divides gradients by this attribute, which torch's GradScaler sets for loss scaling
-        self._adamw.grad_scale = torch.tensor(divisor) if divisor != 1 else None  # type: ignore[attr-defined]
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        # torch's GradScaler passes its loss scale so; any divisor will do
+        scale = torch.tensor(divisor) if divisor != 1 else None
+        self._update(self._decayed, learning_rate, self._settings.weight_decay, scale)
+        self._update(self._undecayed, learning_rate, 0.0, scale)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _update(self, names: list[str], learning_rate: float, weight_decay: float, scale: Tensor | None) -> None:
+        """Update the named parameters that have a gradient."""
+        trained = [name for name in names if self._parameters[name].grad is not None]
+        parameters, states = [self._parameters[name] for name in trained], [self._state(name) for name in trained]
+        adamw(
+            [to_local_no_grad(parameter) for parameter in parameters],
+            [to_local_no_grad(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [to_local_no_grad(state.exp_avg) for state in states],
+            [to_local_no_grad(state.exp_avg_sq) for state in states],
+            [],
+            [state.step for state in states],
+            fused=True,
+            grad_scale=scale,
+            amsgrad=False,
+            maximize=False,
+            lr=learning_rate,
+            beta1=self._settings.beta1,
+            beta2=self._settings.beta2,
+            eps=self._settings.epsilon,
+            weight_decay=weight_decay,
+        )
 
     def states(self) -> dict[str, Tensor]:
         """Return the moments by flat name (`optimizer.exp_avg.<parameter>`); zeros before the first step."""
-        flat: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            state = self._adamw.state[parameter]
-            if not state:
-                state.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS}, step=_count(0, parameter))
-            flat |= {f"optimizer.{moment}.{name}": state[moment] for moment in _MOMENTS}
-        return flat
+        return {
+            f"optimizer.{moment}.{name}": getattr(self._state(name), moment)
+            for name in self._parameters
+            for moment in _MOMENTS
+        }
 
     def set_step(self, count: int) -> None:
         """Set AdamW's number of updates so far, on which its bias correction depends."""
-        for parameter in self._parameters.values():
-            self._adamw.state[parameter]["step"] = _count(count, parameter)
+        for name in self._parameters:
+            self._state(name).step.fill_(count)
 
-
-def _count(updates: int, parameter: Tensor) -> Tensor:
-    """Return a step count as AdamW stores it; the fused update requires it on the parameter's device."""
-    return torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
+    def _state(self, name: str) -> _State:
+        """Return the state of a parameter; made when first asked for, as its memory is not needed before."""
+        if name not in self._states:
+            parameter = self._parameters[name]
+            # the fused update requires the count on the parameter's device
+            count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in _MOMENTS}
+            self._states[name] = _State(**moments, step=count)
+        return self._states[name]
 
 
 def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
