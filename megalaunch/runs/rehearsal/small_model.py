@@ -13,6 +13,7 @@ from megalaunch.schema import RunSpec
 VOCABULARY = 320
 """Tokens of the rehearsal's tokenizer: the 256 bytes, the end of a document and some merges."""
 _HEAD_DIM = 16
+_VIRTUAL_STAGES = 2  # of a rank that has more: a first and a last one, between which activations go around the ranks
 _LONGEST_WINDOW_SHARE = 4  # a sliding window is this part of a rehearsal's sequence
 
 
@@ -66,10 +67,12 @@ def small_depth(spec: RunSpec, pp: int) -> dict[str, Any]:
         for name in ("sliding_window_pattern", "no_rope_layer_interval")
         if (getattr(model, name) or 0) > 2
     }
-    vpp = virtual_stages(spec)
+    vpp = min(_VIRTUAL_STAGES, virtual_stages(spec))
     offloaded = spec.recompute.cpu_offloading_num_layers
     per_stage = 2 if offloaded else 1
     values: dict[str, Any] = {**pattern}
+    if p.vpp is not None and p.pipeline_layout is None:
+        values["parallel.vpp"] = vpp
     if p.pipeline_layout is not None:
         layout = small_pipeline_layout(p.pipeline_layout, p.pp, pp)
         values["parallel.pipeline_layout"] = layout

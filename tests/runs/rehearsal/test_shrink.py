@@ -9,7 +9,7 @@ from made_specs import resolved
 
 from megalaunch.config.recipes import PACKAGED
 from megalaunch.plan.check import check
-from megalaunch.plan.stages import build_stages
+from megalaunch.plan.stages import build_stages, virtual_stages
 from megalaunch.plan.supported import not_trained
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.runs.rehearsal.other_layout import other_layout
@@ -24,9 +24,10 @@ SIZES = {
     *("model.num_attention_heads", "model.num_query_groups", "model.max_position_embeddings"),
     *("model.sliding_window", "model.sliding_window_pattern", "model.no_rope_layer_interval"),
     *("model.rope.short_factors", "model.rope.long_factors", "model.rope.original_positions"),
-    *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "parallel.dp_replicate", "parallel.pipeline_layout"),
+    *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "parallel.dp_replicate", "parallel.vpp"),
     *("parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"),
-    *("parallel.hierarchical_context_parallel_sizes", "parallel.microbatch_group_size_per_vp_stage"),
+    *("parallel.pipeline_layout", "parallel.hierarchical_context_parallel_sizes"),
+    "parallel.microbatch_group_size_per_vp_stage",
     *("parallel.cp_comm_type", "recompute.num_layers", "recompute.cpu_offloading_num_layers"),
     *("batch.sequence_length", "batch.micro_batch_size", "batch.global_batch_size"),
     *("cluster.nodes", "cluster.devices_per_node", "cluster.node_bandwidth", "platform.chip"),
@@ -82,6 +83,8 @@ def require_valid_rehearsal(spec):
     assert small.model.num_layers <= spec.model.num_layers
     for axis in ("tp", "pp", "cp"):
         assert (getattr(small.parallel, axis) > 1) == (getattr(spec.parallel, axis) > 1)
+    assert (virtual_stages(small) > 1) == (virtual_stages(spec) > 1)
+    assert small.parallel.schedule == spec.parallel.schedule
     model, was = small.model, spec.model
     assert (model.num_query_groups < model.num_attention_heads) == (was.num_query_groups < was.num_attention_heads)
     if was.sliding_window is not None:
@@ -121,6 +124,11 @@ def test_of_equal_ranks_a_few_are_played():
     assert (p.cp, p.dp) == (2, 2)
     p = shrink(trained_spec(*LAYOUTS["hsdp"])).spec.parallel
     assert (p.dp, p.dp_replicate) == (4, 2)
+
+
+def test_of_many_virtual_stages_two_are_played():
+    small = require_valid_rehearsal(trained_spec(*NODE, "parallel=tp2pp2vpp8cp2sp"))
+    assert (small.parallel.vpp, small.model.num_layers) == (2, 4)
 
 
 def test_stages_that_differ_still_differ():
