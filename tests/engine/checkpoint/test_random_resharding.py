@@ -144,6 +144,37 @@ def test_the_run_goes_on_under_another_layout(tmp_path, number, pair):
     assert_close(joined(ranks_of(second), loaded, spec_of(second, **sizes), checkpoint), expected)
 
 
+EXPERTS = {"model__moe": {"num_experts": 4, "top_k": 2}, "model__num_layers": 2, "batch__micro_batch_size": 1}
+EP4 = {**ONE, "parallel__dp": 4, "parallel__ep": 4}
+ZERO3 = {"parallel__data_sharding": "optim_grads_params"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "beside"),
+    [
+        pytest.param(EP4, ONE, True, id="ep4 to one rank, beside training"),
+        pytest.param(
+            EP4, {**ONE, "parallel__dp": 2, "parallel__ep": 2, "parallel__pp": 2, "parallel__schedule": "1f1b"},
+            False, id="ep4 to ep2 pp2",
+        ),
+        pytest.param(
+            {**ONE, **ZERO3, "parallel__dp": 4, "parallel__ep": 2, "parallel__etp": 2},
+            {**ONE, **ZERO3, "parallel__dp": 2, "parallel__tp": 2, "parallel__sequence_parallel": True},
+            False, id="ep2 etp2 to tp2 dp2", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**ONE, **ZERO3, "parallel__dp": 4, "parallel__ep": 2},
+            {**ONE, "parallel__dp": 4, "parallel__ep": 1, "parallel__dp_replicate": 2},
+            True, id="ep2 zero3 to hsdp", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_experts_go_on_under_another_layout(tmp_path, first, second, beside):
+    expected = joined(ranks_of(first), saved_and_gone_on, spec_of(first, **EXPERTS), tmp_path, beside)
+    checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
+    assert_close(joined(ranks_of(second), loaded, spec_of(second, **EXPERTS), checkpoint), expected)
+
+
 def assert_close(found: Numbers, expected: Numbers) -> None:
     assert found.gradients.keys() == expected.gradients.keys()
     for name, reference in expected.gradients.items():

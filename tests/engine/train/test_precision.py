@@ -84,6 +84,14 @@ SUMMED_ONCE = {  # microbatches are added up on the rank, and ranks exchange wha
     "zero1": {"parallel__dp": 2},
     "zero1, reduced afterwards": {"parallel__dp": 2, "parallel__overlap_grad_reduce": False},
     "zero2 with replicas": {"parallel__dp": 4, "parallel__dp_replicate": 2, "parallel__data_sharding": "optim_grads"},
+    "experts": {"parallel__dp": 4, "parallel__ep": 2, "model__moe": {"num_experts": 4, "top_k": 2}},
+    "experts with replicas": {
+        "parallel__dp": 4,
+        "parallel__ep": 2,
+        "parallel__dp_replicate": 2,
+        "parallel__data_sharding": "optim_grads",
+        "model__moe": {"num_experts": 4, "top_k": 2},
+    },
     "pp3": {"parallel__pp": 3, "parallel__schedule": "1f1b"},
     "pp3 zero1": {"parallel__pp": 3, "parallel__dp": 2, "parallel__schedule": "gpipe"},
 }
