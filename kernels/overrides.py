@@ -24,12 +24,15 @@ class KernelOverrides:
         rms_norm: (x, weight, epsilon) -> normed x.
         attention: (q, k, v, mask) -> softmax(q k^T) v, with the mask [..., S, T] of the keys or a causal one (None).
         swiglu: (gate, up) -> silu(gate) * up.
+        grouped_matmul: (rows [R, K], matrices [E, K, N], offsets) -> [R, N], or (columns [K, R], rows [R, N], offsets)
+            -> [E, K, N], as `F.grouped_mm`.
     """
 
     on_cpu: bool | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
+    grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 _NONE = KernelOverrides()

@@ -17,7 +17,7 @@ from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
 from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh
-from megalaunch.engine.simulate.gpu_ops import GPU_KERNELS, NoCopyOffload, use_gpu_reduce_scatter
+from megalaunch.engine.simulate.gpu_ops import CPU_KERNELS, GPU_KERNELS, NoCopyOffload, use_gpu_reduce_scatter
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
@@ -72,8 +72,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     phases = PhaseTracker()
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
-        if on_gpu:
-            world.enter_context(override_kernels(GPU_KERNELS))
+        world.enter_context(override_kernels(GPU_KERNELS if on_gpu else CPU_KERNELS))
         parameters, computed, result = _steps(spec, mesh, phases, on_gpu, world)
         names = GroupNames(topology, rank)
         collectives = tuple(

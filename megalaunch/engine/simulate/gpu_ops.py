@@ -1,4 +1,4 @@
-"""Emulate on fake CPU tensors the operators that behave differently on a GPU.
+"""Emulate on fake CPU tensors the operators that need values, or behave differently on a GPU.
 
 torch cannot place tensors, not even fake ones, on a device that it was built without. So kernels are told that they are
 not on a CPU (`kernels/overrides.py`), and operators that have a fused kernel only on GPUs are overridden by functions
@@ -7,6 +7,7 @@ that allocate and save for backward the same tensors as that kernel.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,5 +113,14 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return apply_function(_Swiglu, gate, up)
 
 
-GPU_KERNELS = KernelOverrides(on_cpu=False, rms_norm=_rms_norm, attention=_attention, swiglu=_swiglu)
-"""The operators of a simulated GPU, for `override_kernels`."""
+def _grouped_matmul(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    """Allocate the output only: the operator refuses fake tensors in fp32, and a loop over experts needs their rows."""
+    if b.ndim == 3:
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(offsets_E.shape[0], a.shape[0], b.shape[1])
+
+
+CPU_KERNELS = KernelOverrides(grouped_matmul=_grouped_matmul)
+"""The operators of a simulated CPU, for `override_kernels`."""
+GPU_KERNELS = replace(CPU_KERNELS, on_cpu=False, rms_norm=_rms_norm, attention=_attention, swiglu=_swiglu)
+"""The operators of a simulated GPU."""
