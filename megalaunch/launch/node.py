@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megalaunch.launch.agent import Agent
@@ -112,7 +113,9 @@ def run_first_node(
         if display is not None:
             display.close()
     outcome = read_outcome(directory.outcome)
-    return LaunchResult(outcome or _conclude(launch, stop, code, view.step, began))
+    if outcome is None:
+        return LaunchResult(_conclude(launch, stop, code, view.step, began))
+    return LaunchResult(replace(outcome, step=max(outcome.step, view.step)))  # an agent does not know the step
 
 
 def run_other_node(directory: RunDirectory, agent: NodeAgent, stop: StopSignals) -> ExitCode:

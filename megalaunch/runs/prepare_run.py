@@ -151,7 +151,9 @@ def command_lines(planned: PreparedRun) -> list[str]:
     """Return the commands that start each node's agent, as lines to paste."""
     from megalaunch.launch.commands import node_commands, shown_commands
 
-    return ["", "command", *shown_commands(node_commands(planned.spec, planned.directory.spec))]
+    path = planned.directory.spec
+    missing = [] if path.exists() else [f"# {path} does not exist yet: train --prepare-only writes it"]
+    return ["", "command", *shown_commands(node_commands(planned.spec, path)), *missing]
 
 
 def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) -> RunSpec:

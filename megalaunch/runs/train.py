@@ -41,8 +41,6 @@ def print_commands(planned: PreparedRun) -> None:
     """Print the command of each machine's agent."""
     for line in command_lines(planned):
         typer.echo(line)
-    if not planned.directory.spec.exists():
-        typer.echo(f"# {planned.directory.spec} does not exist yet: train --prepare-only writes it, and so does train")
 
 
 def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> ExitCode:

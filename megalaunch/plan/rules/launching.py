@@ -39,7 +39,7 @@ def multi_node(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "cluster.nodes",
             f"launcher=local starts workers on one node, but the run has {nodes}: "
-            "start each node with the commands that `megalaunch train --dry-run` prints",
+            "type the command on every node of an allocation, or paste the lines of `megalaunch train --prepare-only`",
             {"nodes": nodes},
             ({"cluster.nodes": 1},),
             severity="error" if at.purpose == "train" else "note",
