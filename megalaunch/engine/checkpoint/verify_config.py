@@ -30,6 +30,8 @@ _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
 _TOLERANCE = 1e-4  # relative to the largest logit; measured: 1e-6 to 6e-6
 _GPT2 = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_inner"}
 _GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
+# Routers, and the projections of normed latents to queries and keys (latent attention).
+_OF_NORMED_INPUT = (".gate.weight", ".router.weight", ".q_b_proj.weight", ".kv_b_proj.weight")
 # The smallest vision_config that transformers builds: only the text decoder is compared.
 _SMALLEST_VISION = {
     "model_type": "siglip_vision_model",
@@ -223,7 +225,7 @@ def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
         for name, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
                 parameter.add_(torch.rand(parameter.shape, generator=generator) * 0.6 - 0.3)
-            elif name.endswith((".gate.weight", ".router.weight")):  # scores that differ, and do not saturate
+            elif name.endswith(_OF_NORMED_INPUT):  # scores that differ, and do not saturate
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
             else:  # large enough scores that soft caps and scales change the logits
                 size = (

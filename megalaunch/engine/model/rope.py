@@ -136,7 +136,10 @@ def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN (Peng et al. 2023, section 3.2): a ramp from unscaled high frequencies to fully scaled low ones."""
+    """YaRN (Peng et al. 2023, section 3.2): a ramp from unscaled high frequencies to fully scaled low ones.
+
+    Periods are multiplied and then inverted, as in `_longrope`.
+    """
     pairs = len(frequencies)
 
     def pair_of(turns: float) -> float:
@@ -148,4 +151,6 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     index = torch.arange(pairs, device=frequencies.device, dtype=torch.float32)
     stretch = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
-    return frequencies * (1 - stretch) + frequencies / rope.factor * stretch
+    exponents = torch.arange(0, rope.rotary_dim, 2, device=frequencies.device, dtype=torch.float32) / rope.rotary_dim
+    kept = 1 - stretch
+    return 1.0 / (rope.factor * rope.theta**exponents) * (1 - kept) + frequencies * kept

@@ -38,7 +38,7 @@ def _interleaved(theirs: str, ours: Sequence[str]) -> WeightMapping:
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         rows = tensors[0].mT if tensors[0].ndim == 3 else tensors[0]
-        return [rows[:, ::2], rows[:, 1::2]]
+        return [rows[:, ::2].contiguous(), rows[:, 1::2].contiguous()]  # grouped matmuls take no other strides
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         rows = torch.stack(list(tensors), dim=2).flatten(1, 2)

@@ -19,7 +19,8 @@ def read_deepseek(file: ConfigFile) -> Values:
     file.expect("attention_bias", False)
     file.expect("moe_layer_freq", 1)
     file.ignore("ep_size", "a setting of the code in the published folder")
-    file.ignore("head_dim", "transformers derives it from the latent attention")
+    for key in ("head_dim", "qk_head_dim"):
+        file.pop(key, None)  # transformers derives both from the latent attention
     shape = read_common(file)
     if shape["num_query_groups"] != shape["num_attention_heads"]:
         file.problems.append("config.json: num_key_value_heads must be num_attention_heads: keys come from a latent")

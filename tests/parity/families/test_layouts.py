@@ -39,7 +39,7 @@ def _loaded(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
     load_pretrained(folder, spec.model, model)
     return {
         name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
-        for name, p in model.named_parameters()
+        for name, p in (*model.named_parameters(), *model.named_buffers())
     }
 
 

@@ -1,0 +1,30 @@
+"""A model with experts is opened for generation: from a folder and from the checkpoint that it is converted to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_variants import VOCABULARY, make
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from megalaunch.engine.checkpoint.convert import import_huggingface
+from megalaunch.engine.inference.load_model import open_model
+
+pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt oss"])
+def test_every_weight_arrives(name, tmp_path):
+    theirs = make(name, tmp_path / "hf")
+    tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    import_huggingface(tmp_path / "hf", tmp_path / "ckpt")
+    tokens = torch.arange(20).unsqueeze(0)
+    for source in ("hf", "ckpt"):
+        decoder = open_model(tmp_path / source, device=torch.device("cpu")).decoder
+        assert all(buffer.dtype == torch.float32 for buffer in decoder.buffers())
+        with torch.no_grad():
+            torch.testing.assert_close(decoder(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
