@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.moe import MoESpec
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def has_experts(model: ModelSpec, index: int) -> bool:
 
     See Megatron's moe_layer_freq.
     """
-    moe = model.moe
+    moe: MoESpec = model.moe
     if moe.num_experts is None or index < moe.first_k_dense_replace:
         return False
     return (index - moe.first_k_dense_replace) % moe.layer_freq == 0

@@ -8,6 +8,7 @@ from typing import Literal
 from megalaunch.schema.setting import setting
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+BalanceLoss = Literal["none", "batch", "sequence", "global"]
 RouterDtype = Literal["fp32", "fp64", "bf16"]
 
 
@@ -40,7 +41,7 @@ class MoESpec:
     group_score_top_k: int | None = setting(
         None, "The score of a group is the sum of this many of its highest; null: top_k / top_k_groups.", minimum=1
     )
-    balance_loss: Literal["none", "batch", "sequence", "global"] = setting(
+    balance_loss: BalanceLoss = setting(
         "none", "Auxiliary load-balancing loss: over a microbatch (batch), each sequence, or the global batch."
     )
     balance_loss_coeff: float = setting(0.0, "Coefficient of the auxiliary loss.", minimum=0)

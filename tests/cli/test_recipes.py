@@ -197,5 +197,5 @@ def test_a_recipe_that_is_not_there(folder, arguments):
 
 def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):
     listed = {line.split()[0]: line for line in run("list").stdout.splitlines()}
-    assert listed["mixtral_8x7b"].endswith("[plans only: mixture of experts, expert parallelism]")
+    assert listed["mixtral_8x7b"].endswith("[plans only: expert parallelism]")
     assert "[plans only" not in listed["llama3_8b"]

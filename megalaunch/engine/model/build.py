@@ -15,6 +15,7 @@ from megalaunch.engine.model.config import (
     RopeConfig,
 )
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.plan.layers import Layer, list_layers
@@ -29,6 +30,7 @@ def build_decoder(
     context: ContextParallelism = NO_CP,
     block_dtype: torch.dtype | None = None,
     dispatcher: TokenDispatcher | None = None,
+    balancing: Balancing = ONE_RANK,
 ) -> Decoder:
     """Build the decoder of a resolved model section on the default device (usually meta).
 
@@ -38,8 +40,9 @@ def build_decoder(
         context: the context parallelism of the attention layers.
         block_dtype: as `Decoder`'s.
         dispatcher: as `Decoder`'s.
+        balancing: as `Decoder`'s.
     """
-    return Decoder(make_decoder_config(model), tp_region, context, block_dtype, dispatcher)
+    return Decoder(make_decoder_config(model), tp_region, context, block_dtype, dispatcher, balancing)
 
 
 def make_decoder_config(model: ModelSpec) -> DecoderConfig:
@@ -112,6 +115,9 @@ def _moe(model: ModelSpec) -> MoEConfig | None:
         num_groups=moe.num_groups,
         top_k_groups=moe.top_k_groups,
         group_score_top_k=moe.group_score_top_k or moe.top_k // (moe.top_k_groups or 1),
+        balance_loss=moe.balance_loss,
+        balance_loss_coeff=moe.balance_loss_coeff,
+        z_loss_coeff=moe.z_loss_coeff,
     )
 
 

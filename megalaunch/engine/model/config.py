@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.schema.model import Activation
-from megalaunch.schema.moe import RouterDtype, ScoreFunction
+from megalaunch.schema.moe import BalanceLoss, RouterDtype, ScoreFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,9 @@ class MoEConfig:
     num_groups: int | None = None
     top_k_groups: int | None = None
     group_score_top_k: int = 1
+    balance_loss: BalanceLoss = "none"
+    balance_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

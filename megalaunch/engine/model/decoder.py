@@ -25,6 +25,7 @@ from megalaunch.engine.model.dropout import (
 )
 from megalaunch.engine.model.layers import Embedding, Linear, Norm, SavePolicy, save_activations
 from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import LocalDispatcher, TokenDispatcher
 from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
@@ -46,6 +47,7 @@ class DecoderLayer(nn.Module):
         layer: LayerConfig,
         tp_region: TPRegion,
         dispatcher: TokenDispatcher | None = None,
+        balancing: Balancing = ONE_RANK,
     ) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
@@ -55,7 +57,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config.hidden_size, config.attention, config.norm, tp_region)
         self.attention_out_norm = _norm(config, after)
         self.mlp_norm = _norm(config, before)
-        self.mlp = _feed_forward(config, layer, tp_region, dispatcher)
+        self.mlp = _feed_forward(config, layer, tp_region, dispatcher, balancing)
         self.mlp_out_norm = _norm(config, after)
 
     def forward(
@@ -87,12 +89,16 @@ class DecoderLayer(nn.Module):
 
 
 def _feed_forward(
-    config: DecoderConfig, layer: LayerConfig, tp_region: TPRegion, dispatcher: TokenDispatcher | None
+    config: DecoderConfig,
+    layer: LayerConfig,
+    tp_region: TPRegion,
+    dispatcher: TokenDispatcher | None,
+    balancing: Balancing,
 ) -> MLP | MoELayer:
     if config.moe is None or not layer.experts:
         return MLP(config.hidden_size, config.mlp, tp_region)
     dispatcher = LocalDispatcher(config.moe.num_experts) if dispatcher is None else dispatcher
-    return MoELayer(config.hidden_size, config.moe, tp_region, dispatcher)
+    return MoELayer(config.hidden_size, config.moe, tp_region, dispatcher, balancing)
 
 
 VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
@@ -125,6 +131,7 @@ class Decoder(nn.Module):
         context: Context parallelism.
         block_dtype: The dtype of the blocks if the residual stream is fp32; None: the stream has the blocks' dtype.
         dispatcher: Brings tokens to their experts; None: this rank holds all experts.
+        balancing: What the losses of routers depend on besides their tokens.
     """
 
     def __init__(
@@ -134,6 +141,7 @@ class Decoder(nn.Module):
         context: ContextParallelism = NO_CP,
         block_dtype: torch.dtype | None = None,
         dispatcher: TokenDispatcher | None = None,
+        balancing: Balancing = ONE_RANK,
     ) -> None:
         super().__init__()
         self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, block_dtype
@@ -145,7 +153,7 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleDict(
             {
-                str(index): DecoderLayer(config, layer, tp_region, dispatcher)
+                str(index): DecoderLayer(config, layer, tp_region, dispatcher, balancing)
                 for index, layer in enumerate(config.layers)
             }
         )

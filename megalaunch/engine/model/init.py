@@ -32,12 +32,7 @@ def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -
 
 @torch.no_grad()
 def init_weights(model: Decoder | ModelParts, seed: int) -> None:
-    """Initialise every parameter of a model in place, sharded or not. The model must be off the meta device.
-
-    Buffers, such as the bias of aux-loss-free routing, become 0.
-    """
-    for _, buffer in model.named_buffers():
-        buffer.zero_()
+    """Initialise every parameter of a model in place, sharded or not. The model must be off the meta device."""
     for name, parameter in model.named_parameters():
         shape = strip_vocab_padding(name, parameter.shape, model.config.vocab_size)
         own, part = to_local_no_grad(parameter), local_slice(parameter)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from megalaunch.engine.collectives import all_reduce_async
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.model.moe.balancing import Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
@@ -90,13 +93,13 @@ def parallelize_decoder(
         readers: Functions that read values or device memory, for a simulation to replace.
     """
     tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh, readers)
-    dispatcher = _make_dispatcher(spec, mesh, readers)
+    dispatcher, balancing = _make_dispatcher(spec, mesh, readers), _make_balancing(spec, mesh)
     parts = []
     for stage in build_stages(spec):
         if stage.rank != mesh.pp.rank:
             continue
         with torch.device("meta"):
-            part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision), dispatcher)
+            part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision), dispatcher, balancing)
         prune_to_stage(part, stage)
         shard_model_params(part, mesh.world_mesh["tp"])
         shard_expert_params(part, mesh.expert_shards_mesh)
@@ -111,10 +114,15 @@ def parallelize_decoder(
 
 
 def materialize(model: ModelParts, mesh: Mesh) -> None:
-    """Move a model from meta to the device, with uninitialized parameters, and tie the embeddings again."""
+    """Move a model from meta to the device, and tie the embeddings again.
+
+    Parameters are uninitialized; buffers, such as the bias of aux-loss-free routing, are 0.
+    """
     for part in model.parts:
         part.to_empty(device=mesh.device)
         part.tie()
+    for _, buffer in model.named_buffers():
+        buffer.zero_()
 
 
 def initialize_weights(model: ModelParts, mesh: Mesh, seed: int) -> None:
@@ -134,6 +142,16 @@ def build_sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
 def _make_tp_region(spec: RunSpec, mesh: Mesh) -> TPRegion:
     p = spec.parallel
     return TensorParallel(mesh.tp, p.sequence_parallel, p.tp_comm_overlap) if mesh.tp.size > 1 else NO_TP
+
+
+def _make_balancing(spec: RunSpec, mesh: Mesh) -> Balancing:
+    """Return what routers need to know: the microbatches of a step, and the ranks that share their sequences."""
+    batch = spec.batch
+
+    def sum_counts(counts: Tensor) -> Tensor:
+        return all_reduce_async(all_reduce_async(counts, mesh.tp).wait(), mesh.cp).wait()
+
+    return Balancing(batch.global_batch_size // (batch.micro_batch_size or 1), sum_counts)
 
 
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:

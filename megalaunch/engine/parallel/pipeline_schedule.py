@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
     _get_1f1b_rank_ops,
 )
 
+from megalaunch.engine.model.moe.load import forget_load
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, Phase, StepObserver
 from megalaunch.schema.parallel import Schedule
 
@@ -79,14 +80,15 @@ def make_schedule(
 
 
 def _observed(schedule: type[PipelineSchedule], observer: StepObserver) -> Callable[..., PipelineSchedule]:
-    """Return the schedule class, or with an observer a subclass that reports its shape inference."""
-    if observer is NO_OBSERVER:
-        return schedule
+    """Return a subclass of the schedule that reports its shape inference, and forgets what routers counted in it."""
 
     class Observed(schedule):  # type: ignore[misc, valid-type]
-        def _initialize_pp_stages(self, *args: Any, **kwargs: Any) -> Any:
+        def _initialize_pp_stages(self, stages: list[PipelineStage], *args: Any, **kwargs: Any) -> Any:
             with observer.phase_scope("preparing"):
-                return super()._initialize_pp_stages(*args, **kwargs)
+                initialized = super()._initialize_pp_stages(stages, *args, **kwargs)
+            for stage in stages:
+                forget_load(stage.submod)
+            return initialized
 
     return Observed
 

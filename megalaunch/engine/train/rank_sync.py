@@ -15,11 +15,15 @@ from megalaunch.engine.run_end import RankError, RunEnd
 
 @dataclass(frozen=True)
 class StepReduction:
-    """Values reduced over all ranks after the backward pass; `stop` is the signal that any rank received."""
+    """Values reduced over all ranks after the backward pass; `stop` is the signal that any rank received.
+
+    `expert_sums` are those of `take_expert_sums`, over all ranks; None for a dense model.
+    """
 
     loss: float
     grad_norm: float
     stop: signal.Signals | None
+    expert_sums: Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -40,13 +44,22 @@ def total_valid_tokens(mine: int, problem: RankError | None, step: int, device: 
     return int(tokens)
 
 
-def reduce_step_stats(loss: Tensor, squared_norm: Tensor, received: signal.Signals | None) -> StepReduction:
-    """All-reduce the ranks' parts of loss and squared gradient norm, and their stop signals, in fp64."""
+def reduce_step_stats(
+    loss: Tensor, squared_norm: Tensor, received: signal.Signals | None, expert_sums: Tensor | None = None
+) -> StepReduction:
+    """All-reduce the ranks' parts of loss, squared gradient norm and load of experts, and their stop signals, in fp64.
+
+    `expert_sums` are this rank's, of all layers.
+    """
     numbers = torch.stack((loss.detach().double(), squared_norm.to(loss.device)))
     shares = torch.cat((numbers, _encode_stop_signal(received).to(loss.device)))
+    counted = len(shares)
+    if expert_sums is not None:
+        shares = torch.cat((shares, expert_sums.flatten()))
     dist.all_reduce(shares)
-    total_loss, total_square, *votes = shares.tolist()
-    return StepReduction(total_loss, math.sqrt(total_square), _decode_stop_signal(votes))
+    total_loss, total_square, *votes = shares[:counted].tolist()
+    sums = None if expert_sums is None else shares[counted:].view_as(expert_sums)
+    return StepReduction(total_loss, math.sqrt(total_square), _decode_stop_signal(votes), sums)
 
 
 def sync_stop_signal(

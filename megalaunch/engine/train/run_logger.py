@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
@@ -81,7 +82,7 @@ class RunLogger:
             memory_bytes: Peak memory of this rank.
             waited: Seconds of the step spent waiting for data.
         """
-        line = {
+        line: dict[str, object] = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -91,6 +92,11 @@ class RunLogger:
             "step_seconds": seconds,
             "data_seconds": waited,
             "memory_bytes": memory_bytes,
+            **(
+                {}
+                if result.experts is None
+                else {f"moe_{name}": value for name, value in asdict(result.experts).items()}
+            ),
         }
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.model.moe.load import ExpertStats
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.dataloader import StepBatch
+from megalaunch.engine.train.expert_load import take_expert_sums, update_expert_biases
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW, learning_rate
@@ -32,13 +34,17 @@ _SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step, the same on every rank; `tokens` counts labels with a loss, `stop` is a received signal."""
+    """Result of one step, the same on every rank; `tokens` counts labels with a loss, `stop` is a received signal.
+
+    `experts` is the load of the experts; None for a dense model.
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
     stop: signal.Signals | None
+    experts: ExpertStats | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,18 @@ class TrainStep:
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)
-        stats = reduce_step_stats(losses.sum() * float(is_loss_rank), squared_norm, received)
+        sums = take_expert_sums(self._model, self._mesh.device)
+        stats = reduce_step_stats(losses.sum() * float(is_loss_rank), squared_norm, received, sums)
         if not stats.finite:
             self._raise_non_finite(step, batch, losses, stats)
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
         self._optimizer.step(rate, clip_divisor(stats.grad_norm, self._spec.optimizer.clip_grad))
         broadcast_tied_embedding(self._model, self._mesh)
-        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop)
+        experts = None
+        if stats.expert_sums is not None:
+            update_expert_biases(self._model, stats.expert_sums, self._spec.model.moe)
+            experts = ExpertStats.from_sums(stats.expert_sums)
+        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts)
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
         """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""

@@ -92,6 +92,17 @@ def tp_needs_sp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
+@rule("moe.compile", "With experts train.compile is off.")
+def compiled(at: RuleContext) -> Iterator[Violation]:
+    """The rows of an expert change with every microbatch, and its load is counted outside of the graph."""
+    if at.has_experts and at.spec.train.compile:
+        yield Violation(
+            "train.compile",
+            "train.compile=true is not supported with experts",
+            fixes=({"train.compile": False},),
+        )
+
+
 @rule("moe.bias_by_etp", "Experts with biases have etp 1.")
 def bias_by_etp(at: RuleContext) -> Iterator[Violation]:
     """The output bias would be added once per etp rank."""

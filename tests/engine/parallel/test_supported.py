@@ -29,6 +29,7 @@ BESIDE = {
     "parallel.pp": {"parallel.pp": 2, "model.num_layers": 4},
     "parallel.cp": {"parallel.cp": 2},
     "recompute.method": {"recompute.method": "uniform"},
+    "model.moe.balance_loss": {"model.moe.num_experts": 4, "model.moe.balance_loss_coeff": 0.1},
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalaunch.engine.model.config import MoEConfig
 from megalaunch.engine.model.layers import Linear, SavePolicy, save_activations
 from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.model.moe.router import Router
@@ -20,11 +21,18 @@ from megalaunch.engine.param_layout import REPLICATED
 class MoELayer(nn.Module):
     """y_t = sum over the experts e of token t of w_te expert_e(x_t), + gate(x_t) shared(x_t)."""
 
-    def __init__(self, hidden_size: int, config: MoEConfig, tp_region: TPRegion, dispatcher: TokenDispatcher) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MoEConfig,
+        tp_region: TPRegion,
+        dispatcher: TokenDispatcher,
+        balancing: Balancing = ONE_RANK,
+    ) -> None:
         super().__init__()
         self.dispatcher = dispatcher
         self.save_policy: SavePolicy = save_activations
-        self.router = Router(hidden_size, config)
+        self.router = Router(hidden_size, config, balancing)
         self.experts = Experts(config.num_experts, hidden_size, config.expert)
         shared = config.shared_experts
         self.shared_experts = None if shared is None else MLP(hidden_size, shared, tp_region)
@@ -37,7 +45,7 @@ class MoELayer(nn.Module):
     def feed_forward(self, x_BsH: Tensor) -> Tensor:
         """Apply the block, as a function that the save policy may call again."""
         x_TH = x_BsH.flatten(0, 1)
-        routing = self.router(x_TH)
+        routing = self.router(x_TH, x_BsH.shape[0])
         dispatched = self.dispatcher.dispatch(x_TH, routing.expert_ids_Tk, routing.weights_Tk)
         y_RH = self.experts(dispatched.rows_RH, dispatched.offsets_E)
         y_BsH = self.dispatcher.combine(y_RH, dispatched).view_as(x_BsH)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
+from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing, attach_loss, count_tokens, router_losses
+from megalaunch.engine.model.moe.load import ExpertLoad
 from megalaunch.engine.model.moe.routing import expert_weights, mask_other_groups, score_experts, top_k_stable
 from megalaunch.engine.param_layout import REPLICATED, local_param
 from megalaunch.kernels.matmul import linear
@@ -34,9 +36,10 @@ class Router(nn.Module):
 
     layout = REPLICATED
 
-    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+    def __init__(self, hidden_size: int, config: MoEConfig, balancing: Balancing = ONE_RANK) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.balancing = config, balancing
+        self.load = ExpertLoad(config.num_experts)
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
         self.expert_bias: Tensor | None
@@ -44,8 +47,8 @@ class Router(nn.Module):
             "expert_bias", torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias else None
         )
 
-    def forward(self, x_TH: Tensor) -> Routing:
-        """Route tokens [T, H]."""
+    def forward(self, x_TH: Tensor, sequences: int) -> Routing:
+        """Route tokens [T, H], of `sequences` sequences; while gradients are recorded, balance the load too."""
         config, dtype = self.config, _DTYPES[self.config.router_dtype]
         bias = None if self.bias is None else local_param(self.bias).to(dtype)
         logits_TE = linear(x_TH.to(dtype), local_param(self.weight).to(dtype), bias)
@@ -54,6 +57,12 @@ class Router(nn.Module):
         weights_Tk = expert_weights(
             scores_TE, expert_ids_Tk, normalize=config.normalize_top_k, scaling_factor=config.scaling_factor
         )
+        if torch.is_grad_enabled():
+            counts_BE = count_tokens(expert_ids_Tk, config.num_experts, sequences)
+            losses = router_losses(config, self.balancing, logits_TE, scores_TE, counts_BE)
+            self.load.record(counts_BE, losses, self.balancing.microbatches)
+            if losses.attached:
+                weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
         return Routing(expert_ids_Tk, weights_Tk)
 
     def choose(self, scores_TE: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""Balancing the load of experts: auxiliary losses, the router z-loss, and the bias of aux-loss-free routing.
+
+Losses are attached to the weights of the experts by an autograd function: earlier pipeline stages have no other path to
+the loss. A step's auxiliary loss is the mean over the microbatches of the global batch, summed over layers.
+Shapes: T tokens of this rank, B sequences, s this rank's tokens of each, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.autograd import apply_function
+from megalaunch.engine.model.config import MoEConfig
+
+
+def _one_rank(counts: Tensor) -> Tensor:
+    return counts
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """What the losses of a router depend on besides its tokens.
+
+    Attributes:
+        microbatches: Microbatches of the global batch, over all data-parallel ranks.
+        sum_counts: Sums counts over the ranks that share a microbatch's sequences (cp, and tp under sequence
+            parallelism). Collective.
+    """
+
+    microbatches: int = 1
+    sum_counts: Callable[[Tensor], Tensor] = _one_rank
+
+
+ONE_RANK = Balancing()
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """This rank's parts of a router's losses for one microbatch; sums over ranks are the losses.
+
+    `attached`: some loss has a coefficient, so that the router learns from it.
+    """
+
+    balance: Tensor
+    z: Tensor
+    attached: bool
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of the losses."""
+        return self.balance + self.z
+
+
+def count_tokens(expert_ids_Tk: Tensor, num_experts: int, sequences: int) -> Tensor:
+    """Return how many tokens of each sequence go to each expert, [B, E], in fp32."""
+    ids = expert_ids_Tk.reshape(sequences, -1)
+    return torch.zeros(sequences, num_experts, device=ids.device).scatter_add_(1, ids, torch.ones_like(ids).float())
+
+
+def router_losses(
+    config: MoEConfig, balancing: Balancing, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor
+) -> RouterLosses:
+    """Return the losses of one microbatch, each with its coefficient.
+
+    With c_e the tokens of expert e, p_te the scores of token t, normalized to a sum of 1, and N tokens:
+
+        balance = coeff E / (k N^2) sum_e c_e sum_t p_te      (Fedus et al. 2021; Megatron-LM)
+        z       = coeff / N sum_t logsumexp_e(logits_te)^2    (Zoph et al. 2022)
+
+    `balance_loss=sequence` computes the balance loss of each sequence and averages over sequences. Counts and N are
+    those of all ranks that share the sequences; the sums over tokens are over this rank's tokens.
+    """
+    zero = logits_TE.new_zeros(())
+    if config.balance_loss == "none" and not config.z_loss_coeff:
+        return RouterLosses(zero, zero, attached=False)
+    if config.balance_loss != "sequence":
+        counts_BE = counts_BE.sum(0, keepdim=True)
+    groups = counts_BE.shape[0]
+    counts_BE = balancing.sum_counts(counts_BE)
+    tokens = counts_BE.sum() / config.top_k  # of all sequences, on all ranks
+    balance = z = zero
+    if config.balance_loss != "none":
+        shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if config.score == "sigmoid" else scores_TE
+        sums_BE = shares_TE.view(groups, -1, config.num_experts).sum(1)
+        factor = config.balance_loss_coeff * config.num_experts * groups / config.top_k
+        balance = factor / tokens.square() * (counts_BE * sums_BE).sum()
+    if config.z_loss_coeff:
+        z = config.z_loss_coeff / tokens * logits_TE.logsumexp(-1).square().sum()
+    return RouterLosses(balance, z, attached=True)
+
+
+def attach_loss(weights_Tk: Tensor, loss: Tensor, scale: float) -> Tensor:
+    """Return the weights; the backward pass adds the gradient of `scale` times the loss."""
+    return apply_function(_AttachLoss, weights_Tk, loss, scale)
+
+
+class _AttachLoss(torch.autograd.Function):
+    """y = w. Backward: dw = dy, dloss = scale, whatever the gradient of the training loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_Tk: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.dtype, ctx.device = loss.dtype, loss.device
+        return weights_Tk.view_as(weights_Tk)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None

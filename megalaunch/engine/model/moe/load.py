@@ -1,0 +1,88 @@
+"""The load of a layer's experts during a step, and its summary over layers for metrics.
+
+Shapes: E experts, L layers with experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalaunch.engine.model.moe.balancing import RouterLosses
+from megalaunch.engine.torch_private import is_in_backward
+
+_LOSSES = 2  # balance loss and z-loss, behind the counts
+
+
+class ExpertLoad:
+    """Counts of this rank's tokens by expert, and its parts of the router's losses, since the last `take`."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._sums: Tensor | None = None
+
+    def record(self, counts_BE: Tensor, losses: RouterLosses, microbatches: int) -> None:
+        """Add one microbatch; recomputation in the backward pass and evaluation add nothing."""
+        if is_in_backward() or not torch.is_grad_enabled():
+            return
+        numbers = torch.stack((losses.balance, losses.z)).detach().double() / microbatches
+        sums = torch.cat((counts_BE.detach().sum(0).double(), numbers))
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def forget(self) -> None:
+        """Start again from 0."""
+        self._sums = None
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return the sums, fp64 [E + 2], and start again from 0."""
+        sums = self._sums
+        self.forget()
+        return torch.zeros(self._num_experts + _LOSSES, dtype=torch.float64, device=device) if sums is None else sums
+
+
+def forget_load(model: nn.Module) -> None:
+    """Forget the load of every layer of a model, after a forward pass that was no microbatch of a step."""
+    for module in model.modules():
+        load = getattr(module, "load", None)
+        if isinstance(load, ExpertLoad):
+            load.forget()
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """A step's load of experts and router losses, over all ranks.
+
+    Attributes:
+        balance_loss: The auxiliary loss, summed over layers; mean over microbatches.
+        z_loss: The z-loss, likewise.
+        load_max: Per layer with experts: tokens of the most loaded expert over the mean.
+        load_entropy: Per layer: the entropy of the load over that of an even load, 0 to 1.
+    """
+
+    balance_loss: float
+    z_loss: float
+    load_max: list[float]
+    load_entropy: list[float]
+
+    @classmethod
+    def from_sums(cls, sums_LE: Tensor) -> ExpertStats:
+        """Summarize the layers' sums [L, E + 2] over all ranks."""
+        rows = sums_LE.cpu()
+        counts_LE, losses = rows[:, :-_LOSSES], rows[:, -_LOSSES:].sum(0)
+        shares_LE = counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)
+        experts = shares_LE.shape[1]
+        entropy_L = -torch.xlogy(shares_LE, shares_LE).sum(1) / max(math.log(experts), 1e-9)
+        return cls(
+            balance_loss=losses[0].item(),
+            z_loss=losses[1].item(),
+            load_max=(shares_LE.amax(1) * experts).tolist(),
+            load_entropy=entropy_L.tolist(),
+        )
+
+
+def expert_counts(sums_LE: Tensor) -> Tensor:
+    """Return the tokens of each expert, [L, E], of the layers' sums [L, E + 2]."""
+    return sums_LE[:, :-_LOSSES]

@@ -1,0 +1,112 @@
+"""The balanced load of experts under every kind of layout, held to one process: losses, gradients, updates."""
+
+import shutil
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+from looped_run import run_loop, ten_steps
+from oracle import assert_same, hold_to_one_process, joined_stages, on_ranks, small_spec
+
+from megalaunch.engine.checkpoint.store import read_tensors
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema.checkpoint import CheckpointSpec
+from megalaunch.schema.moe import MoESpec
+
+SOFTMAX = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}
+BALANCED = SOFTMAX | {"balance_loss": "batch", "balance_loss_coeff": 0.5, "z_loss_coeff": 0.1}
+DEEPSEEK = {
+    "num_experts": 8,
+    "top_k": 4,
+    "ffn_hidden_size": 16,
+    "shared_ffn_hidden_size": 16,
+    "shared_expert_gate": True,
+    "first_k_dense_replace": 1,
+    "score": "sigmoid",
+    "scaling_factor": 2.5,
+    "num_groups": 4,
+    "top_k_groups": 2,
+    "balance_bias": True,
+    "balance_bias_rate": 0.05,
+    "balance_loss": "sequence",
+    "balance_loss_coeff": 0.5,
+}
+MODELS = {"batch": BALANCED, "sequence": DEEPSEEK}
+
+LAYOUTS = {
+    "zero1": {"dp": 2, "data_sharding": "optim"},
+    "zero3": {"dp": 2, "data_sharding": "optim_grads_params"},
+    "tp2sp": {"tp": 2, "sequence_parallel": True},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2, "schedule": "1f1b"},
+    "pp2 zero bubble": {"pp": 2, "schedule": "zero_bubble"},
+    "ep2tp2sp": {"tp": 2, "sequence_parallel": True, "ep": 2},
+    "ep2cp2": {"cp": 2, "ep": 2},
+}
+
+
+def expert_spec(moe, **parallel):
+    layout = {f"parallel__{key}": value for key, value in ({"dp": 1} | parallel).items()}
+    return small_spec(model__moe=moe, model__num_layers=4, **layout)
+
+
+@cache
+def alone(model):
+    """Three steps on one rank, with the microbatches of the layouts."""
+    return joined_stages(run_ranks(1, on_ranks, expert_spec(MODELS[model]), True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_layouts_have_the_numbers_of_one_process(model, name):
+    spec = expert_spec(MODELS[model], **LAYOUTS[name])
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
+    assert_same(joined_stages(every), alone(model))
+
+
+UNBALANCED = DEEPSEEK | {"balance_loss": "none", "balance_bias": False}
+
+
+@pytest.mark.parametrize("moe", [SOFTMAX, UNBALANCED], ids=["softmax", "sigmoid"])
+def test_one_rank_has_the_numbers_of_plain_torch(moe):
+    hold_to_one_process(expert_spec(moe))
+
+
+@pytest.fixture(scope="module")
+def balanced_run(tmp_path_factory):
+    """Ten steps with an expert bias that nothing stops, by the trainer."""
+    moe = replace(MoESpec(), **DEEPSEEK | {"balance_bias_rate": 1e-4})
+    spec = replace(ten_steps(tmp_path_factory.mktemp("tokens")), checkpoint=CheckpointSpec(interval=5))
+    spec = replace(spec, model=replace(spec.model, moe=moe))
+    root = tmp_path_factory.mktemp("whole")
+    assert run_loop(spec, root).reason == "finished all 10 steps"
+    return spec, root
+
+
+def steps_of(root):
+    """The lines of metrics.jsonl that describe a step."""
+    return [line for line in read_lines(RunDirectory(root).metrics) if "moe_load_max" in line]
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 1, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2"])
+def test_a_resumed_run_has_the_same_expert_bias(balanced_run, tmp_path, layout):
+    spec, whole = balanced_run
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(RunDirectory(tmp_path / "run").checkpoint(10))
+    resumed = replace(spec, parallel=replace(spec.parallel, **layout))
+    assert run_loop(resumed, tmp_path / "run").reason == "finished all 10 steps"
+    first, second = (read_tensors(RunDirectory(root).checkpoint(10)) for root in (whole, tmp_path / "run"))
+    biases = [name for name in first if name.endswith("router.expert_bias")]
+    assert biases == [f"model.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2)]
+    for name in biases:
+        assert first[name].dtype == torch.float32
+        assert first[name].any()
+        assert torch.equal(first[name], second[name])
+    found, expected = (steps_of(root) for root in (tmp_path / "run", whole))
+    assert [line["step"] for line in found] == list(range(1, 11))
+    for key in ("moe_balance_loss", "moe_load_max", "moe_load_entropy"):
+        for line, other in zip(found, expected, strict=True):
+            assert line[key] == pytest.approx(other[key], rel=1e-4)
