@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.cluster import found_cluster
@@ -13,6 +13,7 @@ from megalaunch.plan.findings import Finding, as_override, sort_findings
 from megalaunch.plan.resolve import OPEN_VALUES, derive
 from megalaunch.plan.rules.registry import RULES, Fix, Purpose, RuleContext, Violation
 from megalaunch.plan.rules.suggestions import suggestions_disabled
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.schema import RunSpec, SpecError, with_values
 from megalaunch.schema.paths import value_at, with_value
@@ -64,7 +65,8 @@ def check(
     open_spec = _with_derived_open(at, origins)
     findings = []
     for (rule_id, path), item in broken:
-        fixes = _verified_fixes((rule_id, path), item, replace(at, spec=open_spec), known) if item.fixes else ()
+        prover = _Prover((rule_id, path), at, open_spec, known)
+        fixes = _verified_fixes(item, prover) if item.fixes else ()
         origin = origins.get(path) if origins else None
         where = origin.where if origin and origin.kind != "default" else ""
         findings.append(Finding(rule_id, item.severity, path, item.message, item.numbers, fixes, where))
@@ -75,14 +77,15 @@ def _run_rules(at: RuleContext) -> list[tuple[_Key, Violation]]:
     return [((entry.id, item.path), item) for entry in RULES.values() for item in entry.check(at)]
 
 
-def _verified_fixes(key: _Key, item: Violation, open_at: RuleContext, known: set[_Key]) -> tuple[str, ...]:
+def _verified_fixes(item: Violation, prover: _Prover) -> tuple[str, ...]:
     """Return the first fixes that remove the finding and add no error or warning, as overrides quoted for a shell."""
     shown: list[Fix] = []
     for candidate in _first(item.fixes, _PROOFS):
-        fix = {path: value for path, value in candidate.items() if value_at(open_at.spec, path) != value}
+        fix = {path: value for path, value in candidate.items() if value_at(prover.open_spec, path) != value}
         more_than_needed = any(smaller.items() <= fix.items() for smaller in shown)
-        if fix and not more_than_needed and _fix_is_valid(fix, key, open_at, known):
-            shown.append(fix)
+        proven = prover.prove(fix) if fix and not more_than_needed else None
+        if proven is not None:
+            shown.append(proven)
             if len(shown) == MAX_FIXES:
                 break
     return tuple(shlex.join(f"{path}={as_override(value)}" for path, value in fix.items()) for fix in shown)
@@ -92,21 +95,60 @@ def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:
     return [fix for fix, _ in zip(fixes, range(count), strict=False)]
 
 
-def _fix_is_valid(fix: Fix, key: _Key, open_at: RuleContext, known: set[_Key]) -> bool:
-    try:
-        fixed, _ = derive(with_values(open_at.spec, fix))
-    except SpecError:  # a candidate outside the limits of the schema
-        return False
-    at = replace(open_at, spec=fixed)
-    rule_id, path = key
-    with suggestions_disabled():
-        if any(item.path == path for item in RULES[rule_id].check(at)):  # most invalid candidates are rejected here
-            return False
-        return all(
-            item.severity == "note" or (entry.id, item.path) in known or entry.id == _MORE_MACHINES
-            for entry in RULES.values()
-            for item in entry.check(at)
-        )
+@dataclass(frozen=True)
+class _Prover:
+    """Proves fixes of one finding, `key`.
+
+    Attributes:
+        at: the checked spec.
+        open_spec: the spec with its derived values open again, an assumed cluster too.
+        known: the errors and warnings of the spec; a fix may leave them.
+    """
+
+    key: _Key
+    at: RuleContext
+    open_spec: RunSpec
+    known: set[_Key]
+
+    def prove(self, fix: Fix) -> Fix | None:
+        """Return a fix that removes the finding and adds none; None if it does not.
+
+        Where the nodes are assumed, the fix may assume others; unless it is valid on both, it then names its own.
+        """
+        fixed = self._fixed(fix)
+        if fixed is None or not self._is_valid(fixed):
+            return None
+        moved = self._moved(fixed)
+        if moved.keys() <= fix.keys():
+            return fix
+        stays = self._fixed({path: value_at(self.at.spec, path) for path in moved} | fix)
+        return fix if stays is not None and self._is_valid(stays) else fix | moved
+
+    def _moved(self, fixed: RunSpec) -> dict[str, Any]:
+        """Return the nodes and devices that differ; workers on a CPU always follow the layout."""
+        chip = CHIPS.get(fixed.platform.chip)
+        if chip is not None and chip.device == "cpu":
+            return {}
+        here, there = vars(self.at.spec.cluster), vars(fixed.cluster)
+        return {f"cluster.{name}": there[name] for name in here if here[name] != there[name]}
+
+    def _fixed(self, fix: Fix) -> RunSpec | None:
+        try:
+            return derive(with_values(self.open_spec, fix))[0]
+        except SpecError:  # a candidate outside the limits of the schema
+            return None
+
+    def _is_valid(self, fixed: RunSpec) -> bool:
+        at = replace(self.at, spec=fixed)
+        rule_id, path = self.key
+        with suggestions_disabled():
+            if any(item.path == path for item in RULES[rule_id].check(at)):  # most invalid candidates are rejected here
+                return False
+            return all(
+                item.severity == "note" or (entry.id, item.path) in self.known or entry.id == _MORE_MACHINES
+                for entry in RULES.values()
+                for item in entry.check(at)
+            )
 
 
 def _with_derived_open(at: RuleContext, origins: Mapping[str, HasOrigin] | None) -> RunSpec:

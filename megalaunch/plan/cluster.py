@@ -21,6 +21,7 @@ Derived = Mapping[str, tuple[Any, str]]
 
 _NODES, _PER_NODE = "cluster.nodes", "cluster.devices_per_node"
 _MOST_NODES = 100_000  # the schema's limit
+_MOST_GROWTH = 2  # nodes that the layout fills, over those that hold it
 _MOST_WORLDS, _MOST_CLUSTERS = 1000, 16  # limits of candidates, to bound a check's time
 
 
@@ -71,7 +72,7 @@ def _nodes_of(spec: RunSpec, chip: str, size: int) -> Iterator[Derived]:
     if isinstance(spec.cluster.nodes, int):
         yield usual
     elif part is not None:
-        why = f"assumed: part of a node of {size} {chip}, so that the batch divides; none is seen here"
+        why = f"assumed: part of a node of {size} {chip}, so that layout and batch divide; none is seen here"
         yield {_NODES: (1, "assumed: it holds the layout"), _PER_NODE: (part, why)}
     else:
         for nodes in _whole_nodes(spec, size, f"{size} {chip}"):
@@ -79,17 +80,32 @@ def _nodes_of(spec: RunSpec, chip: str, size: int) -> Iterator[Derived]:
 
 
 def _whole_nodes(spec: RunSpec, per_node: int, devices: str) -> Iterator[Derived]:
-    """Yield the fewest nodes that hold the layout and with which the batch divides, then more of them."""
+    """Yield the fewest nodes that hold the layout and with which the batch divides, then more of them.
+
+    Only the first if the layout does not fill it; the rule parallel.world reports that.
+    """
     p = spec.parallel
-    unit = math.lcm(smallest_world(p), per_node)
+    fewest = _fewest_nodes(smallest_world(p), per_node) * per_node
     if p.dp is not None:
         worlds = [-(-model_parallel_size(p) * p.dp // per_node) * per_node]
+    elif fewest % smallest_world(p):
+        worlds = [fewest]
     else:
-        worlds = list(islice(_batch_worlds(spec, unit), _MOST_CLUSTERS)) or [unit]
+        worlds = list(islice(_batch_worlds(spec, fewest), _MOST_CLUSTERS)) or [fewest]
     why = f"assumed: the fewest nodes of {devices} that hold the layout"
     for world in worlds:
         yield {_NODES: (min(_MOST_NODES, world // per_node), why)}
         why = f"assumed: the fewest nodes of {devices} in whose memory the run fits"
+
+
+def _fewest_nodes(ranks: int, per_node: int) -> int:
+    """Return the fewest nodes that copies of a layout fill, or those that hold it if it would take many more to fill.
+
+    Two nodes of 8 hold 12 ranks, and 3 are filled by two copies. 3 nodes hold 21 ranks, but only 21 nodes are filled.
+    """
+    holding = -(-ranks // per_node)
+    filled = math.lcm(ranks, per_node) // per_node
+    return filled if filled <= _MOST_GROWTH * holding else holding
 
 
 def _workers_of_cpu(spec: RunSpec) -> Derived:
@@ -111,13 +127,16 @@ def _workers_of_cpu(spec: RunSpec) -> Derived:
 
 
 def _part_of_a_node(spec: RunSpec, per_node: int) -> int | None:
-    """Return the devices of a part of one node, where whole nodes do not divide the batch or exceed a given dp."""
+    """Return the devices of a part of one node, where whole nodes do not divide or exceed a given dp."""
     p = spec.parallel
     smallest = smallest_world(p)
     if p.dp is not None:
         world = model_parallel_size(p) * p.dp
         return world if world < per_node else None
-    if smallest >= per_node or next(_batch_worlds(spec, math.lcm(smallest, per_node)), None) is not None:
+    if smallest >= per_node:
+        return None
+    whole = _fewest_nodes(smallest, per_node) * per_node
+    if whole % smallest == 0 and next(_batch_worlds(spec, whole), None) is not None:
         return None
     parts = range(per_node // smallest * smallest, 0, -smallest)
     return next((world for world in parts if _batch_divides(spec, world)), None)

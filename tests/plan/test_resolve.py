@@ -138,6 +138,10 @@ def test_bf16_on_a_processor_without_it_is_a_warning():
         (["parallel=tp4pp4dp2"], 4, 8, 2),
         (["parallel=tp4pp3"], 3, 8, 2),  # both 12 and 8 divide 24
         (["parallel=tp2dp2"], 1, 4, 2),  # part of a node
+        (["parallel=pp3"], 1, 6, 2),  # 3 whole nodes would hold 8 copies
+        (["parallel=tp5pp4"], 5, 8, 2),  # 3 nodes hold 20 ranks, and 5 are filled
+        (["parallel=tp3pp7"], 3, 8, None),  # 21 ranks: only 21 nodes are filled
+        (["parallel=tp3pp7", "cluster.devices_per_node=7"], 3, 7, 1),
         (["parallel=tp1", "batch.global_batch_size=4"], 1, 4, 4),  # of 8, 4 divide the batch
         (["parallel=tp4pp4", "platform=gb200"], 4, 4, 1),
         (["parallel=tp4pp4", "cluster.devices_per_node=2"], 8, 2, 1),
@@ -147,6 +151,13 @@ def test_bf16_on_a_processor_without_it_is_a_warning():
 def test_a_laptop_assumes_the_fewest_nodes_that_hold_the_layout(overrides, nodes, devices, dp):
     spec, _ = resolved("recipe=llama3_8b", *overrides)
     assert (spec.cluster.nodes, spec.cluster.devices_per_node, spec.parallel.dp) == (nodes, devices, dp)
+
+
+def test_a_layout_that_does_not_fill_the_nodes_that_hold_it_is_an_error_with_fixes():
+    spec, composition = resolved("recipe=llama3_8b", "parallel=pp21", "model.num_layers=21")
+    (error,) = [f for f in check(spec, composition.origins) if f.severity == "error"]
+    assert error.message == "the world has 24 devices (3 x 8); the layout needs a multiple of 21 (pp 21)"
+    assert "cluster.devices_per_node=7" in error.fixes
 
 
 def test_an_assumption_is_a_note():

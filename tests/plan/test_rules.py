@@ -101,7 +101,26 @@ def test_a_fix_of_an_assumed_cluster_assumes_it_again():
     spec, composition = resolved("recipe=llama3_8b", "parallel=tp4pp6")
     (error,) = [f for f in check(spec, composition.origins, machine=LAPTOP) if f.severity == "error"]
     assert (error.rule, spec.cluster.nodes) == ("parallel.layers_by_pp", 3)
-    assert "parallel.pp=2" in error.fixes
+    assert "parallel.pp=2 cluster.nodes=1" in error.fixes  # with 3, dp 3 does not divide the batch
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, H100_NODE], ids=["laptop", "h100"])
+@pytest.mark.parametrize(
+    "overrides",
+    ["parallel=tp4pp6", "parallel=tp4pp4 model.num_layers=33", "parallel=tp5pp2", "parallel=tp8 recompute=none"],
+)
+def test_a_fix_holds_as_typed_where_nodes_are_assumed_and_where_they_are_found(overrides, machine):
+    """A check that does not know the machine, as of `plan`."""
+    words = ("recipe=llama3_8b", *overrides.split())
+    spec, composition = resolved(*words, machine=machine)
+    errors = [f for f in check(spec, composition.origins) if f.severity == "error"]
+    assert errors or "recompute" in overrides
+    for error in errors:
+        assert error.fixes
+        for fix in error.fixes:
+            fixed, fixed_composition = resolved(*words, *fix.split(), machine=machine)
+            left = {(f.rule, f.path) for f in check(fixed, fixed_composition.origins) if f.severity == "error"}
+            assert left < {(f.rule, f.path) for f in errors}, (error.rule, fix)
 
 
 def test_all_that_is_wrong_comes_at_once():
@@ -212,7 +231,7 @@ def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
     [
         ("recipe=llama31_405b parallel=tp8pp8cp2vpp7sp", "parallel.layers_by_pp",
          "parallel.account_for_embedding_in_pipeline_split=true "
-         "parallel.account_for_loss_in_pipeline_split=true parallel.vpp=8"),
+         "parallel.account_for_loss_in_pipeline_split=true parallel.vpp=8 cluster.nodes=48"),  # 16 lack memory
         ("recipe=llama3_8b parallel=tp8sp model.ffn_hidden_size=14337", "parallel.ffn_by_tp",
          "model.ffn_hidden_size=14336"),
         ("recipe=llama3_70b parallel=tp16pp4 cluster.nodes=8", "parallel.tp_within_machine",
