@@ -121,8 +121,8 @@ class _Prover:
         moved = self._moved(fixed)
         if moved.keys() <= fix.keys():
             return fix
-        stays = self._fixed({path: value_at(self.at.spec, path) for path in moved} | fix)
-        return fix if stays is not None and self._is_valid(stays) else fix | moved
+        stays = self._fixed({**{path: value_at(self.at.spec, path) for path in moved}, **fix})
+        return fix if stays is not None and self._is_valid(stays) else {**fix, **moved}
 
     def _moved(self, fixed: RunSpec) -> dict[str, Any]:
         """Return the nodes and devices that differ; workers on a CPU always follow the layout."""

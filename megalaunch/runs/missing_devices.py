@@ -4,43 +4,68 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megalaunch.format.numbers import format_memory
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.report import finding_block, findings_text
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.world import model_parallel_size, smallest_world, world_size
 from megalaunch.platform.detect import Machine
 from megalaunch.schema import RunSpec
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
+    from megalaunch.runs.prepare_run import PreparedRun
 
 MISSING = "platform.this_machine"
 _ALSO_SAID = (MISSING, "launcher.multi_node")
 
 
-def refusal_text(findings: Sequence[Finding], spec: RunSpec, machine: Machine, overrides: Sequence[str]) -> str:
-    """Return the findings of a run that cannot start; missing devices come first, with what to do about them.
-
-    Args:
-        overrides: as typed, for the commands.
-    """
+def refusal_text(findings: Sequence[Finding], planned: PreparedRun) -> str:
+    """Return the findings of a run that cannot start; missing devices come first, with what to do about them."""
     shown = [finding for finding in findings if finding.severity != "note"]
-    if all(finding.rule != MISSING for finding in shown):
+    elsewhere = run_elsewhere(planned.composition, planned.spec, planned.machine)
+    if elsewhere is None and all(finding.rule != MISSING for finding in shown):
         return findings_text(shown)
-    command = shlex.join(["megalaunch", "train", *overrides])
+    command = shlex.join(["megalaunch", "train", *planned.composition.overrides])
+    needed = (elsewhere or planned.spec).cluster
+    # As typed here, the command would take the devices of this machine.
+    cluster = f" cluster.nodes={needed.nodes} cluster.devices_per_node={needed.devices_per_node}" if elsewhere else ""
     lines = [
-        f"error: this run needs {_needed(spec)}; this machine has {_present(machine)}",
+        f"error: this run needs {needed_devices(elsewhere or planned.spec)}; "
+        f"this machine has {present_devices(planned.machine)}",
         f"  rehearse it here with small sizes:         {command} --rehearse",
-        f"  prepare it for a machine with its devices: {command} --prepare-only",
+        f"  prepare it for a machine with its devices: {command}{cluster} --prepare-only",
         f"  why:  megalaunch explain {MISSING}",
     ]
     others = [finding for finding in shown if finding.rule not in _ALSO_SAID]
     return "\n\n".join(["\n".join(lines), *map(finding_block, others)])
 
 
-def _needed(spec: RunSpec) -> str:
+def run_elsewhere(composition: Composition, spec: RunSpec, machine: Machine) -> RunSpec | None:
+    """Return the run on the nodes that are assumed where no device is seen, if this machine has too few for its layout.
+
+    None if it has enough or none of the run's chip, and if the user or an allocation gave the nodes.
+    """
+    typed, parallel, world = composition.spec.cluster, spec.parallel, world_size(spec.cluster)
+    needed = max(smallest_world(parallel), model_parallel_size(parallel) * (parallel.dp or 1))
+    given = (typed.nodes, typed.devices_per_node) != ("auto", "auto") or machine.allocation is not None
+    if given or world is None or world >= needed:
+        return None
+    elsewhere = resolve(composition.spec, replace(machine, devices=0), composition.choices.get("recipe")).spec
+    return None if world_size(elsewhere.cluster) in (None, world) else elsewhere
+
+
+def needed_devices(spec: RunSpec) -> str:
+    """Return the devices of a run in words: `16 x h100 (2 nodes of 8)`."""
     nodes, devices = int(spec.cluster.nodes), int(spec.cluster.devices_per_node)
     several = f" ({nodes} nodes of {devices})" if nodes > 1 else ""
     return f"{nodes * devices} x {spec.platform.chip}{several}"
 
 
-def _present(machine: Machine) -> str:
+def present_devices(machine: Machine) -> str:
+    """Return the devices, cores and memory of a machine in words."""
     accelerators = f"{machine.devices} x {machine.chip.name}" if machine.devices else "no accelerator"
     return f"{accelerators}, {machine.cores} CPU cores and {format_memory(machine.memory_bytes)} of memory"

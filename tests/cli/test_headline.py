@@ -64,11 +64,36 @@ def test_the_lines_to_paste_start_it_on_two_machines(tmp_path):
     assert all(f"fake rank {rank} " in directory.rank_log(rank).read_text() for rank in range(16))
 
 
-def test_too_few_devices_are_the_world_with_a_fix_for_the_cluster(tmp_path):
+def test_too_few_devices_are_named_first_with_a_rehearsal_and_a_fix_for_the_cluster(tmp_path):
     done = on_h100(4, tmp_path, *HEADLINE)
     assert done.returncode == 2
+    first, rehearse, prepare, why, *_ = done.stderr.splitlines()
+    assert first.startswith("error: this run needs 16 x h100 (2 nodes of 8); this machine has 4 x h100, 64 CPU cores")
+    assert rehearse.endswith("megalaunch train recipe=llama3_8b parallel=tp4pp4 --rehearse")
+    assert prepare.endswith("parallel=tp4pp4 cluster.nodes=2 cluster.devices_per_node=8 --prepare-only")
+    assert why == "  why:  megalaunch explain platform.this_machine"
     assert "the world has 4 devices (1 x 4); the layout needs 16 (tp 4 x pp 4)" in done.stderr
     assert "fix:  cluster.nodes=4" in done.stderr
+
+
+def test_too_few_devices_can_rehearse_and_prepare_the_run(tmp_path):
+    done = on_h100(4, tmp_path, *HEADLINE, "--rehearse", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the run needs 16 x h100 (2 nodes of 8); this machine has 4 x h100, ")
+    assert ["cluster.nodes", "2", "1"] in [line.split() for line in done.stdout.splitlines()]
+    given = ("cluster.nodes=2", "cluster.devices_per_node=8")
+    assert on_h100(4, tmp_path, *HEADLINE, *given, "--prepare-only").returncode == 0
+
+
+@pytest.mark.parametrize("words", [("parallel=dp16",), ("parallel=tp8pp2dp1",)])
+def test_a_given_dp_needs_its_devices_too(tmp_path, words):
+    done = on_h100(8, tmp_path, "train", "recipe=llama3_8b", *words)
+    assert done.stderr.startswith("error: this run needs 16 x h100 (2 nodes of 8); this machine has 8 x h100, ")
+
+
+def test_given_nodes_are_not_exchanged(tmp_path):
+    done = on_h100(4, tmp_path, *HEADLINE, "cluster.nodes=1")
+    assert done.stderr.startswith("error: cluster.nodes  [parallel.world]")
 
 
 def test_a_laptop_says_what_is_needed_in_one_screen(tmp_path):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megalaunch.plan.cost import StepTime
     from megalaunch.plan.findings import Finding
     from megalaunch.plan.prediction import Groups, Prediction
+    from megalaunch.plan.resolve import Resolution
     from megalaunch.schema import RunSpec
 
 _GB = 1e9
@@ -36,13 +37,18 @@ _COMMUNICATION = {
 
 
 def show_plan(
-    spec: RunSpec, origins: Mapping[str, HasOrigin], tokens: float | None, as_json: bool, with_assumptions: bool
+    resolution: Resolution,
+    origins: Mapping[str, HasOrigin],
+    tokens: float | None,
+    as_json: bool,
+    with_assumptions: bool,
 ) -> bool:
     """Print the plan of a resolved spec; return False if the run is not valid."""
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors
     from megalaunch.plan.prediction import predict
 
+    spec = resolution.spec
     findings = check(spec, origins)
     try:
         prediction: Prediction | None = predict(spec, tokens)
@@ -52,24 +58,29 @@ def show_plan(
     if as_json:
         typer.echo(json.dumps(_as_json(spec, findings, prediction, with_assumptions), indent=2, default=str))
     else:
-        typer.echo(_as_text(spec, findings, prediction, problem, with_assumptions))
+        typer.echo(_as_text(resolution, findings, prediction, problem, with_assumptions))
     return not has_errors(findings) and prediction is not None
 
 
 def _as_text(
-    spec: RunSpec, findings: Sequence[Finding], prediction: Prediction | None, problem: str, with_assumptions: bool
+    resolution: Resolution,
+    findings: Sequence[Finding],
+    prediction: Prediction | None,
+    problem: str,
+    with_assumptions: bool,
 ) -> str:
     from megalaunch.plan.report import finding_block, run_table
     from megalaunch.plan.supported import not_trained
 
+    spec, cluster = resolution.spec, _cluster_text(resolution)
     # Warnings about what a start needs, such as data, do not matter for a plan.
     shown = [f for f in findings if f.severity == "error" or f.rule == "memory.fits"]
     if prediction is None:
         hint = "; give the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
         shown = shown or [f for f in findings if f.severity == "warning"]
-        return "\n\n".join([*(finding_block(f) for f in shown), f"no plan: {problem}{hint}"])
+        return "\n\n".join([*(finding_block(f) for f in shown), *cluster, f"no plan: {problem}{hint}"])
     blocks = [finding_block(f) for f in shown]
-    blocks.append(run_table(spec, prediction.topology))
+    blocks += [run_table(spec, prediction.topology), *cluster]
     if beyond := not_trained(spec):
         blocks.append(f"a plan only: the engine of this version does not train {', '.join(beyond)}")
     blocks.append("\n".join(["ranks", *table_lines(_group_row(groups) for groups in prediction.groups)]))
@@ -78,6 +89,12 @@ def _as_text(
     if with_assumptions:
         blocks.append(_assumptions_text(spec))
     return "\n\n".join(blocks)
+
+
+def _cluster_text(resolution: Resolution) -> list[str]:
+    """Return where nodes and devices come from, if they were not given; nothing for workers on a CPU."""
+    notes = [f for f in resolution.notes if f.path.startswith("cluster.") and resolution.spec.platform.chip != "cpu"]
+    return ["\n".join(["cluster", *(f"  {f.path} = {f.message}" for f in notes)])] if notes else []
 
 
 def _group_row(groups: Groups) -> tuple[str, ...]:

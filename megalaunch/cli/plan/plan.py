@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from megalaunch.config.compose import Composition
-    from megalaunch.schema import RunSpec
+    from megalaunch.plan.resolve import Resolution
 
 
 def plan(
@@ -51,7 +51,8 @@ def plan(
         fail("--rank needs --deep; a plan reports the rank with the highest memory")
     if deep and (search or budget is not None or show_assumptions):
         fail("--deep simulates one rank; it cannot be combined with --search, --tokens or --assumptions")
-    composition, spec = _resolved(overrides or [])
+    composition, resolution = _resolved(overrides or [])
+    spec = resolution.spec
     if deep:
         from megalaunch.cli.plan.deep import show_deep
 
@@ -62,11 +63,11 @@ def plan(
 
         show_search(spec, composition.origins, devices, as_json)
         return
-    if not show_plan(spec, composition.origins, budget, as_json, show_assumptions):
+    if not show_plan(resolution, composition.origins, budget, as_json, show_assumptions):
         raise typer.Exit(2)
 
 
-def _resolved(overrides: list[str]) -> tuple[Composition, RunSpec]:
+def _resolved(overrides: list[str]) -> tuple[Composition, Resolution]:
     """Compose the overrides and resolve the spec; exit with code 2 when they do not compose."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
@@ -83,4 +84,4 @@ def _resolved(overrides: list[str]) -> tuple[Composition, RunSpec]:
         typer.echo(finding_block(finding), err=True)
     for note in composition.notes:
         typer.echo(f"note: {note.message}", err=True)
-    return composition, resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec
+    return composition, resolve(composition.spec, detect_machine(), composition.choices.get("recipe"))

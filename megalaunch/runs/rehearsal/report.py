@@ -12,6 +12,7 @@ from megalaunch.plan.prediction import predict
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.runs.rehearsal.phases import describe_layout
 from megalaunch.runs.rehearsal.shrink import Change, Shrunk
+from megalaunch.runs.rehearsal.small_data import data_changes
 from megalaunch.schema import RunSpec
 
 _AXES = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.dp")
@@ -20,7 +21,8 @@ _AXES = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.dp")
 def difference_lines(shrunk: Shrunk) -> list[str]:
     """Return a table of every key that differs from the run's: its value there, and in the rehearsal."""
     rows = [("key", "run", "rehearsal")]
-    rows += [(change.path, as_override(change.before), as_override(change.after)) for change in shrunk.changes]
+    changes = (*shrunk.changes, *data_changes(shrunk.spec))
+    rows += [(change.path, as_override(change.before), as_override(change.after)) for change in changes]
     return table_lines(rows, max_width=48)
 
 

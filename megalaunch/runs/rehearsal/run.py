@@ -15,6 +15,7 @@ import typer
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.errors import fail, refuse
+from megalaunch.runs.missing_devices import needed_devices, present_devices, run_elsewhere
 from megalaunch.runs.rehearsal.shrink import Shrunk, shrink
 from megalaunch.schema import RunSpec
 
@@ -62,6 +63,10 @@ def prepare_rehearsal(overrides: list[str]) -> PreparedRehearsal:
         refuse(problems_text(error.problems))
     machine = detect_machine()
     run = resolve(composition.spec, machine, composition.choices.get("recipe")).spec
+    elsewhere = run_elsewhere(composition, run, machine)
+    if elsewhere is not None:
+        typer.echo(f"the run needs {needed_devices(elsewhere)}; this machine has {present_devices(machine)}")
+        run = elsewhere
     _refuse_errors(check(run, composition.origins, "train"))
     shrunk = shrink(run)
     _refuse_errors(check(shrunk.spec, None, "train", machine))

@@ -1,6 +1,6 @@
 """The data of a rehearsal: generated text, conversations or token files, in the form of the run's own data.
 
-The run's own files are not read: their token ids are beyond the small vocabulary, and on a laptop they are missing.
+The run's own files are only opened: their token ids are beyond the small vocabulary, and on a laptop they are missing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megalaunch.data.prepare import PreparedData, data_overrides, prepare
 from megalaunch.data.samples.blended_dataset import parse_blend
+from megalaunch.runs.rehearsal.own_files import describe_own_files
+from megalaunch.runs.rehearsal.shrink import Change
 from megalaunch.runs.rehearsal.small_model import VOCABULARY
 from megalaunch.schema import RunSpec, with_values
 from megalaunch.schema.data import DataSpec
@@ -26,6 +29,8 @@ _WORDS = (
 _DOCUMENTS, _CONVERSATIONS = 400, 200
 _VALIDATION_EVERY = 4
 _MOST_BLENDED = 4
+GENERATED = "generated"
+_FILES = ("corpus", "sft_data", "train_prefix", "validation_prefix", "blend", "validation_blend")
 _FIM_TOKENS = ("!", '"', "#")  # single bytes, which the generated text does not contain
 
 
@@ -33,43 +38,69 @@ def prepare_small_data(spec: RunSpec, folder: Path) -> tuple[RunSpec, str]:
     """Generate the data of a shrunk spec in `folder` and prepare it as `train` does.
 
     Returns:
-        The spec with the paths of the prepared data, and what was prepared in words.
+        The spec with the paths of the prepared data; in words what was prepared and whether the run's own is here.
 
     Raises:
         DataError: the data cannot be prepared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    data = replace(
-        spec.data,
-        mock=False,
-        corpus=None,
-        sft_data=None,
-        train_prefix=None,
-        validation_prefix=None,
-        blend=(),
-        validation_blend=(),
-        cache_directory=str(folder / "cache"),
-        fim_tokens=_FIM_TOKENS if spec.data.fim_rate > 0 else (),
-        add_special_tokens=True,
+    small = small_section(spec.data)
+    no_files: dict[str, Any] = {key: () if isinstance(getattr(small, key), tuple) else None for key in _FILES}
+    data = replace(small, **no_files, cache_directory=str(folder / "cache"))
+    corpus = replace(data, corpus=str(_write_text(folder, data)))
+    text = prepare(
+        replace(corpus, validation_every=_VALIDATION_EVERY), TokenizerSpec(vocab_size=VOCABULARY), _say_nothing
     )
-    corpus = replace(data, corpus=str(_write_text(folder, data)), validation_every=_VALIDATION_EVERY)
-    text = prepare(corpus, TokenizerSpec(vocab_size=VOCABULARY), _say_nothing)
     tokenizer = TokenizerSpec(path=str(text.tokenizer_path))
     if spec.data.sft_data is not None:
-        # The other templates need tokens that a tokenizer trained on text does not have.
-        chat = replace(data, sft_data=str(_write_conversations(folder)), chat_template="plain")
-        chat = replace(chat, validation_every=_VALIDATION_EVERY if spec.data.validation_every else 0)
+        chat = replace(data, sft_data=str(_write_conversations(folder)))
         prepared, what = prepare(chat, tokenizer, _say_nothing), f"{_CONVERSATIONS} conversations"
     elif spec.data.blend or spec.data.train_prefix is not None:
-        data = _copies(spec.data, data, text, folder)
+        data = _copies(small, data, text, folder)
         prepared, what = prepare(data, tokenizer, _say_nothing), _describe_files(data)
     else:
         if not spec.data.validation_every:
-            text = prepare(replace(corpus, validation_every=0), tokenizer, _say_nothing)
+            text = prepare(corpus, tokenizer, _say_nothing)
         prepared, what = text, f"{text.documents + text.validation_documents} documents of text"
     placed = with_values(spec, {f"data.{name}": value for name, value in vars(data).items()})
     placed = with_values(placed, data_overrides(prepared))
-    return placed, f"{what}, {prepared.train_tokens:,} tokens, vocabulary {prepared.vocab_size}"
+    what = f"{what}, {prepared.train_tokens:,} tokens, vocabulary {prepared.vocab_size}"
+    return placed, "; ".join(filter(None, [what, describe_own_files(spec)]))
+
+
+def data_changes(spec: RunSpec) -> Iterator[Change]:
+    """Yield every key of the data and tokenizer that differs in a rehearsal, besides directories."""
+    small = small_section(spec.data)
+    for key, before in vars(spec.data).items():
+        if getattr(small, key) != before:
+            yield Change(f"data.{key}", before, getattr(small, key))
+    if spec.tokenizer.path is not None:
+        yield Change("tokenizer.path", spec.tokenizer.path, GENERATED)
+
+
+def small_section(data: DataSpec) -> DataSpec:
+    """Return the data section of a rehearsal, with GENERATED in place of each file."""
+    values: dict[str, Any] = {key: _generated(getattr(data, key)) for key in _FILES}
+    if not any(values.values()):
+        values["corpus"] = GENERATED  # mock tokens are of no tokenizer, which generation needs
+    if data.validation_every and not (data.blend or data.train_prefix):
+        values["validation_every"] = _VALIDATION_EVERY
+    return replace(
+        data,
+        **values,
+        mock=False if data.mock else data.mock,
+        # The other templates need tokens that a tokenizer trained on text does not have.
+        chat_template=data.chat_template if data.sft_data is None else "plain",
+        fim_tokens=_FIM_TOKENS if data.fim_rate > 0 else (),
+        add_special_tokens=True,
+    )
+
+
+def _generated(files: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    if isinstance(files, tuple):
+        weights = [entry.weight for entry in parse_blend(files[:_MOST_BLENDED])]
+        return tuple(GENERATED if weight is None else f"{weight:g} {GENERATED}" for weight in weights)
+    return None if files is None else GENERATED
 
 
 def _say_nothing(line: str) -> None:
@@ -108,7 +139,7 @@ def _copies(asked: DataSpec, small: DataSpec, text: PreparedData, folder: Path) 
         return str(_copy_tokens(text.train_prefix, folder / name))
 
     def blend(entries: tuple[str, ...], name: str) -> tuple[str, ...]:
-        weights = [entry.weight for entry in parse_blend(entries)[:_MOST_BLENDED]]
+        weights = [entry.weight for entry in parse_blend(entries)]
         return tuple(
             copy(f"{name}_{index}") if weight is None else f"{weight:g} {copy(f'{name}_{index}')}"
             for index, weight in enumerate(weights)

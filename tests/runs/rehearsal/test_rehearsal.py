@@ -16,8 +16,13 @@ from megalaunch.config.recipes import PACKAGED
 from megalaunch.plan.supported import not_trained
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.rehearsal.own_files import describe_own_files
 from megalaunch.runs.rehearsal.phases import PhaseFailed, Rehearsal
 from megalaunch.runs.rehearsal.shrink import SAVED_STEP, STEPS, shrink
+from megalaunch.runs.rehearsal.small_data import prepare_small_data
+from megalaunch.schema import RunSpec
+from megalaunch.schema.build import leaves
+from megalaunch.schema.paths import value_at
 
 RECIPES = sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 PHASES = ["data", "train", "resume", "reshard", "export", "generate"]
@@ -54,6 +59,48 @@ def test_a_dry_run_prints_every_difference():
     assert ["model.num_layers", "32", "4"] in rows
     assert ["batch.sequence_length", "8192", "64"] in rows
     assert not any(row[0].startswith(("optimizer.", "recompute.", "precision.")) for row in rows)
+
+
+FORMS = {
+    "mock": (),
+    "corpus": ("data.corpus=/none", "data.add_special_tokens=false", "tokenizer.path=/none/t.json"),
+    "tokens": ("data.train_prefix=/none/a", "data.validation_prefix=/none/b", "tokenizer.path=/none/t.json"),
+    "blend": ("data.blend=[/none/a,/none/b,/none/c,/none/d,/none/e]", "tokenizer.path=/none/t.json"),
+    "chat": ("data.sft_data=/none/chats.jsonl", "data.chat_template=llama3", "tokenizer.path=/none/t.json"),
+    "fim": ("data.train_prefix=/none/a", "data.fim_rate=0.5", "tokenizer.path=/none/t.json"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dry_run_lists_what_changes_in_the_data(form, tmp_path):
+    """What the phase `data` sets and the table does not list is a path of a prepared file."""
+    overrides = ("recipe=llama_tiny", "model.vocab_size=300", *FORMS[form])
+    listed = {line.split()[0] for line in invoke(*overrides, "--dry-run").stdout.splitlines()}
+    run = resolved(*overrides)[0]
+    played, _ = prepare_small_data(shrink(run).spec, tmp_path)
+    changed = {path for path, _, _ in leaves(RunSpec) if value_at(run, path) != value_at(played, path)}
+    prepared = {"data.train_prefix", "data.validation_prefix", "data.cache_directory", "tokenizer.path"}
+    assert changed - prepared <= listed
+    if form == "blend":
+        assert len(played.data.blend) == 4
+        assert "data.blend" in listed
+    if form == "chat":
+        assert "data.chat_template" in listed
+
+
+def test_the_phase_data_says_whether_the_run_s_own_files_can_be_read(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"1")
+    (tmp_path / "t.json").write_bytes(b"{}")
+    spec = small_spec("recipe=llama_tiny", f"data.train_prefix={tmp_path}/a", f"tokenizer.path={tmp_path}/t.json")
+    missing = f"the run's own data cannot be read here: {tmp_path}/a.idx: No such file or directory"
+    assert prepare_small_data(spec, tmp_path / "small")[1].endswith(missing)
+    (tmp_path / "a.idx").write_bytes(b"1")
+    assert describe_own_files(spec) == "the run's own 3 data files can be read here"
+    text = small_spec("recipe=llama_tiny", f"data.corpus={tmp_path}/*.txt")
+    assert describe_own_files(text).startswith(f"the run's own data cannot be read here: {tmp_path}/*.txt: ")
+    (tmp_path / "one.txt").write_text("words")
+    assert describe_own_files(text) == "the run's own data file can be read here"
+    assert describe_own_files(small_spec("recipe=llama_tiny")) == ""
 
 
 def test_what_the_engine_does_not_train_is_refused_as_by_train():
