@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalaunch.engine.hang_diagnostics import HangDiagnostics
-from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output
+from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output, uncollected_imports
 
 if TYPE_CHECKING:
     from megalaunch.engine.run_rank import RankEntrypoint
@@ -59,8 +59,9 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
-        spec, entrypoint = read_spec(path), load_entrypoint()
-        from megalaunch.engine.run_rank import run_rank
+        with uncollected_imports():
+            spec, entrypoint = read_spec(path), load_entrypoint()
+            from megalaunch.engine.run_rank import run_rank
 
         run_rank(spec, directory, rank, progress, stop, entrypoint)
     except BaseException as error:
