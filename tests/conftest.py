@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 
 import pytest
@@ -21,3 +22,9 @@ def pytest_configure() -> None:
     """Ctrl-C and hang-ups reach the processes of tests, also below nohup and in background shells."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Leave thousands of tests and what they import out of every garbage collection from here on."""
+    gc.collect()
+    gc.freeze()

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -123,6 +124,7 @@ def _be_rank(
 ) -> NoReturn:
     """The child's whole life. It ends by os._exit, so nothing of pytest's own state runs in it."""
     code = 1
+    gc.freeze()  # what the tests have imported and collected is no garbage of a rank, which would scan and copy it
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     try:
         with (folder / f"stack_{rank}").open("w") as stack_file:
