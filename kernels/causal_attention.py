@@ -3,8 +3,8 @@
 On a CPU torch's kernel multiplies more slowly than matmuls do, in bf16 by half. In the CPU form scores are fp32. The
 softmax weights are saved for backward where they are few, else recomputed (Dao 2023). Key/value heads are not repeated:
 the queries of all heads of a group are rows of one matmul.
-Shapes: B batch, N query heads, G key/value groups, R = N / G, S tokens, D head dim, q queries of a block, T keys before
-its end. Rows are token-major: the R heads of a token are adjacent.
+Shapes: B batch, N query heads, G key/value groups, R = N / G, S tokens, D head dim (that of values and the output may
+differ), q queries of a block, T keys before its end. Rows are token-major: the R heads of a token are adjacent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.kernels.matmul import use_fp32_matmul
-from megalaunch.kernels.overrides import kernel_overrides
+from megalaunch.kernels.overrides import kernel_overrides, on_cpu
 
 _ROWS = 128  # per block: fewer multiply slowly, more waste work on masked keys
 _LONGEST = 1024  # tokens in fp32: scores over more keys outgrow the cache, and torch's kernel is faster
@@ -47,8 +47,7 @@ def blocks_are_faster(q_BNSD: Tensor) -> bool:
 
 def causal_sdpa_reference(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | None) -> Tensor:
     """Compute causal attention by torch's operator."""
-    causal, grouped = q_BNSD.shape[2] > 1, q_BNSD.shape[1] != k_BGSD.shape[1]
-    return F.scaled_dot_product_attention(q_BNSD, k_BGSD, v_BGSD, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return _sdpa(q_BNSD, k_BGSD, v_BGSD, None, scale, causal=q_BNSD.shape[2] > 1)
 
 
 def masked_sdpa(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -56,8 +55,25 @@ def masked_sdpa(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, sc
     override = kernel_overrides().attention
     if override is not None:
         return override(q_BNSD, k_BGTD, v_BGTD, mask)
-    grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
-    return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return _sdpa(q_BNSD, k_BGTD, v_BGTD, mask, scale)
+
+
+def _sdpa(
+    q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+) -> Tensor:
+    """Call torch's operator. Its fused CPU kernel takes heads of one width: narrower ones are padded with zeros.
+
+    Without a fused kernel the operator would save the weights of all pairs of tokens.
+    """
+    width, grouped = v_BGTD.shape[-1], q_BNSD.shape[1] != k_BGTD.shape[1]
+    if width != q_BNSD.shape[-1] and on_cpu(q_BNSD):
+        scale = q_BNSD.shape[-1] ** -0.5 if scale is None else scale
+        widest = max(width, q_BNSD.shape[-1])
+        q_BNSD, k_BGTD, v_BGTD = (F.pad(x, (0, widest - x.shape[-1])) for x in (q_BNSD, k_BGTD, v_BGTD))
+    out = F.scaled_dot_product_attention(
+        q_BNSD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return out[..., :width]
 
 
 def causal_sdpa_cpu(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float) -> Tensor:
@@ -115,10 +131,10 @@ def _keys(k_BGSD: Tensor, scale: float) -> Tensor:
     return torch.mul(k_BGSD, scale, out=k_BGSD.new_empty(k_BGSD.shape, dtype=torch.float32)).flatten(0, 1)
 
 
-def _token_by_token(x_BNSD: Tensor) -> Tensor:
-    """Return an empty tensor of this shape and dtype that is token-major in memory, as a projection reads it."""
-    batch, heads, tokens, width = x_BNSD.shape
-    return x_BNSD.new_empty(batch, tokens, heads, width).transpose(1, 2)
+def _token_by_token(x_BNSD: Tensor, width: int | None = None) -> Tensor:
+    """Return an empty tensor [B, N, S, width] (None: D) that is token-major in memory, as a projection reads it."""
+    batch, heads, tokens, own = x_BNSD.shape
+    return x_BNSD.new_empty(batch, tokens, heads, own if width is None else width).transpose(1, 2)
 
 
 class _Causal(torch.autograd.Function):
@@ -133,7 +149,8 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         groups, tokens = k.shape[1:3]
         keep, blocks = q.dtype == torch.float32 and tokens <= _KEPT, _blocks(tokens, q.shape[1] // groups)
-        rows, out, behind = _rows(q, groups), _token_by_token(q), _causal_block_mask(blocks[0], q)
+        rows, behind = _rows(q, groups), _causal_block_mask(blocks[0], q)
+        out = _token_by_token(q, v.shape[-1])
         queries, values = rows.float(), v.float().flatten(0, 1)
         keys_DT = _keys(k, scale).mT.contiguous()  # makes matmuls of so few rows a quarter faster
         saved_weights = []
@@ -155,7 +172,8 @@ class _Causal(torch.autograd.Function):
         values_DT, behind = values.mT.contiguous(), _causal_block_mask(blocks[0], k)
         keys_DT = keys.mT if saved_weights else keys.mT.contiguous()
         dout = _rows(gradients[0], groups).float()
-        dq, dkeys, dvalues = _token_by_token(gradients[0]), torch.empty_like(keys), torch.empty_like(values)
+        dq = _token_by_token(gradients[0], k.shape[-1])
+        dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
         for block in reversed(blocks):
             own, seen, sum_so_far = (
                 block.allocate(dout),

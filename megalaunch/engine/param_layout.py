@@ -46,7 +46,8 @@ COLUMN_PARALLEL = ParamLayout(shard_dim=0)
 ROW_PARALLEL = ParamLayout(shard_dim=1)
 """Input features are sharded: projections that end a region, by a sum over ranks."""
 REPLICATED = ParamLayout(partial_under_sp=True)
-"""Norms: replicated. Under sequence parallelism each rank applies them to its own tokens, so gradients are partial."""
+"""Norms and projections to latents: replicated. Under sequence parallelism each rank applies them to its own tokens, so
+gradients are partial."""
 REPLICATED_PER_HEAD = ParamLayout(partial=True)
 """Per-head norms: replicated. Each rank applies them to its own heads, so gradients are always partial."""
 

@@ -38,5 +38,14 @@ def attention_factor(rope: ScaledRope) -> float:
     return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
 
 
+def latent_softmax_factor(rope: ScaledRope) -> float:
+    """Return the factor on the softmax scale of latent attention under yarn (DeepSeek-V2): the square of its mscale.
+
+    It scales the scores of whole heads, of which only a part is rotated; `attention_factor` then leaves that part as it
+    is, if mscale equals mscale_all_dim.
+    """
+    return _yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.scaling == "yarn" else 1.0
+
+
 def _yarn_mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

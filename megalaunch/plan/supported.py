@@ -49,7 +49,6 @@ LIMITS = (
     Limit("model.moe.balance_loss", ("none", "batch", "sequence"), "a balance loss over the global batch"),
     Limit("model.moe.capacity_factor", (None,), "a capacity of experts"),
     Limit("model.moe.input_jitter", (0.0,), "noise on the router's input"),
-    Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
@@ -81,7 +80,6 @@ CHIP_LIMIT = Limit(
 
 MEANINGLESS: Mapping[str, str] = MappingProxyType(
     {
-        "model.mla.": "model.mla.kv_lora_rank",
         "model.moe.drop_policy": "model.moe.capacity_factor",
         "model.moe.pad_to_capacity": "model.moe.capacity_factor",
         "model.mtp.": "model.mtp.num_layers",

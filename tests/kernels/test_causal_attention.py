@@ -5,17 +5,23 @@ import torch
 import torch.nn.functional as F
 
 from megalaunch.kernels import causal_attention, matmul
-from megalaunch.kernels.causal_attention import blocks_are_faster, causal_sdpa_cpu
+from megalaunch.kernels.causal_attention import (
+    blocks_are_faster,
+    causal_sdpa_cpu,
+    causal_sdpa_reference,
+    masked_sdpa,
+)
 
 
 @pytest.mark.parametrize("tokens", [2, 32, 33, 100])
-@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize(("groups", "values"), [(1, 8), (2, 8), (6, 8), (2, 5), (6, 11)])
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 512), (torch.float32, 1), (torch.bfloat16, 512)])
-def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, monkeypatch):
+def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, values, monkeypatch):
     monkeypatch.setattr(causal_attention, "_KEPT", kept)
     torch.manual_seed(0)
-    heads = [torch.randn(2, tokens, n, 8).transpose(1, 2).to(dtype) for n in (6, groups, groups)]
-    dout = torch.randn(2, 6, tokens, 8).to(dtype)
+    shapes = ((6, 8), (groups, 8), (groups, values))
+    heads = [torch.randn(2, tokens, *shape).transpose(1, 2).to(dtype) for shape in shapes]
+    dout = torch.randn(2, 6, tokens, values).to(dtype)
     # The reference is fp32 on the same numbers: torch's own bf16 is further from it than ours.
     reference = [x.float().clone().requires_grad_() for x in heads]
     mine = [x.requires_grad_() for x in heads]
@@ -28,6 +34,25 @@ def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, mo
     pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(mine, reference, strict=True))]
     for one, other in pairs:
         assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("values", [5, 11])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_of_two_widths_take_the_fused_kernel(values, masked):
+    """Its backward holds no weights of all pairs of tokens."""
+    q, k = (torch.randn(2, 3, 70, 8, requires_grad=True) for _ in range(2))
+    v = torch.randn(2, 3, 70, values, requires_grad=True)
+    mask = torch.ones(70, 70, dtype=torch.bool).tril()
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (held.append(x.numel()), x)[1], lambda x: x):
+        found = masked_sdpa(q, k, v, mask, 0.3) if masked else causal_sdpa_reference(q, k, v, 0.3)
+    assert max(held) < 2 * 3 * 70 * 70
+    expected = ((q @ k.mT) * 0.3).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(found, expected)
+    dout = torch.randn_like(found)
+    gradients = (torch.autograd.grad(out, (q, k, v), dout) for out in (found, expected))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

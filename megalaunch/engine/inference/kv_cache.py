@@ -135,4 +135,4 @@ def _decode_attention(
     groups = k_BGTD.shape[1]
     shared = q_BN1D.reshape(batch, groups, heads // groups, width)
     out = F.scaled_dot_product_attention(shared, k_BGTD, v_BGTD, attn_mask=shown, scale=scoring.scale)
-    return out.reshape(batch, heads, 1, width)
+    return out.reshape(batch, heads, 1, -1)

@@ -8,6 +8,7 @@ from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
 from megalaunch.engine.model.config import (
     AttentionConfig,
     DecoderConfig,
+    LatentConfig,
     LayerConfig,
     MLPConfig,
     MoEConfig,
@@ -18,6 +19,7 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.plan.attention_factor import latent_softmax_factor
 from megalaunch.plan.layers import Layer, list_layers
 from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.moe import MoESpec
@@ -72,23 +74,40 @@ def make_decoder_config(model: ModelSpec) -> DecoderConfig:
 
 
 def resolve_head_dim(model: ModelSpec) -> int:
-    """Return the width of one attention head."""
+    """Return the width of one query and key head."""
+    if model.mla.kv_lora_rank is not None:
+        return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
 def _attention(model: ModelSpec) -> AttentionConfig:
-    head_dim = resolve_head_dim(model)
+    head_dim, latent = resolve_head_dim(model), _latent(model)
+    scale = (model.query_pre_attn_scalar or head_dim) ** -0.5
     return AttentionConfig(
         num_heads=model.num_attention_heads,
         num_groups=model.num_query_groups or model.num_attention_heads,
         head_dim=head_dim,
-        query_pre_attn_scalar=model.query_pre_attn_scalar or head_dim,
+        softmax_scale=scale if latent is None else scale * latent_softmax_factor(model.rope),
         soft_cap=model.attn_logit_softcapping,
         sinks=model.attention_sinks,
         qk_norm=model.qk_norm,
         qkv_bias=model.qkv_bias,
         output_bias=model.attention_output_bias,
         dropout=model.attention_dropout,
+        latent=latent,
+    )
+
+
+def _latent(model: ModelSpec) -> LatentConfig | None:
+    mla = model.mla
+    if mla.kv_lora_rank is None:
+        return None
+    return LatentConfig(
+        kv_lora_rank=mla.kv_lora_rank,
+        q_lora_rank=mla.q_lora_rank,
+        qk_nope_head_dim=mla.qk_nope_head_dim,
+        qk_rope_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
     )
 
 
@@ -125,7 +144,8 @@ def _layer(model: ModelSpec, layer: Layer) -> LayerConfig:
     """Convert one layer: its sliding window, its RoPE (None for a layer without rotary embedding), and its experts."""
     if not layer.rotated:
         return LayerConfig(layer.window, None, layer.experts)
-    width = round(resolve_head_dim(model) * model.rope.fraction)
+    rotated = resolve_head_dim(model) if model.mla.kv_lora_rank is None else model.mla.qk_rope_head_dim
+    width = round(rotated * model.rope.fraction)
     if layer.window is not None and model.rope.window_theta is not None:
         rope = RopeConfig(theta=model.rope.window_theta, rotary_dim=width)
         return LayerConfig(layer.window, rope, layer.experts)

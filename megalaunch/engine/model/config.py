@@ -54,19 +54,34 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention; schema/mla.py documents the fields. `q_lora_rank` None: queries have no latent."""
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Attention: scores are softcap(q k / sqrt(query_pre_attn_scalar)); `sinks`: a logit per head joins the softmax."""
+    """Attention: scores are softcap(q k * softmax_scale); `sinks`: a logit per head joins the softmax.
+
+    `head_dim` is the width of a query and key head. `latent` None: keys and values are projected without a latent.
+    """
 
     num_heads: int
     num_groups: int
     head_dim: int
-    query_pre_attn_scalar: float
+    softmax_scale: float
     soft_cap: float | None = None
     sinks: bool = False
     qk_norm: str = "none"
     qkv_bias: bool = False
     output_bias: bool = False
     dropout: float = 0.0
+    latent: LatentConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

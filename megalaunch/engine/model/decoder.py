@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.attention import Attention, KVCache, LayerKVCache
 from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism, softcap
+from megalaunch.engine.model.attention.latent_attention import LatentAttention
 from megalaunch.engine.model.config import DecoderConfig, LayerConfig, RopeConfig
 from megalaunch.engine.model.dropout import (
     NO_DROPOUT,
@@ -54,7 +55,8 @@ class DecoderLayer(nn.Module):
         self.save_policy: SavePolicy = save_activations
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = _norm(config, before)
-        self.attention = Attention(config.hidden_size, config.attention, config.norm, tp_region)
+        kind = Attention if config.attention.latent is None else LatentAttention
+        self.attention: Attention | LatentAttention = kind(config.hidden_size, config.attention, config.norm, tp_region)
         self.attention_out_norm = _norm(config, after)
         self.mlp_norm = _norm(config, before)
         self.mlp = _feed_forward(config, layer, tp_region, dispatcher, balancing)

@@ -112,9 +112,8 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
     attend_all = masked_attention(_local_mask(axis, order, everyone, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        keys_values = torch.stack((k_BGsD, v_BGsD))
-        gathered = apply_function(_AllGather, keys_values, axis)
-        k_BGSD, v_BGSD = gathered.unbind()
+        gathered = apply_function(_AllGather, torch.cat((k_BGsD, v_BGsD), dim=-1), axis)
+        k_BGSD, v_BGSD = torch.split_with_sizes(gathered, (k_BGsD.shape[-1], v_BGsD.shape[-1]), dim=-1)
         return attend_all(q_BNsD, k_BGSD, v_BGSD, scoring)
 
     return attend
@@ -127,8 +126,7 @@ def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: 
     masks = tuple(AttentionMask(local_mask.q_positions, positions, mask) for positions, mask in parts)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        keys_values = torch.stack((k_BGsD, v_BGsD))
-        return apply_function(RingAttention, q_BNsD, keys_values, masks, axis, scoring, scoring.sinks)
+        return apply_function(RingAttention, q_BNsD, k_BGsD, v_BGsD, masks, axis, scoring, scoring.sinks)
 
     return attend
 
@@ -197,16 +195,16 @@ def _to_tokens(x_BnSD: Tensor, axis: Axis) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather of K and V along S, [2, B, G, s, D] -> [2, B, G, S, D]; backward: reduce-scatter of the gradients."""
+    """All-gather of K and V along S, [B, G, s, F] -> [B, G, S, F]; backward: reduce-scatter of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return all_gather_async(parts, _SEQUENCE + 1, axis).wait()
+        return all_gather_async(parts, _SEQUENCE, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_async(gradients[0], _SEQUENCE + 1, ctx.axis).wait(), None
+        return reduce_scatter_async(gradients[0], _SEQUENCE, ctx.axis).wait(), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -6,6 +6,7 @@ model/attention/core.py. It sends them to rank r + 1 while it computes with them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megalaunch.engine.model.attention.mask import AttentionMask
 
 
 class RingAttention(torch.autograd.Function):
-    """Ring attention: q [B, N, s, D], kv [2, B, G, s, D] -> [B, N, s, D].
+    """Ring attention: q [B, N, s, D], k [B, G, s, D], v [B, G, s, F] -> [B, N, s, F].
 
     Forward:   lse_r = log sum_j sum exp(q_r k_j^T),  out_r = sum_j exp(q_r k_j^T - lse_r) v_j  (online softmax, fp32)
     Backward:  dq_r = sum_j dq_rj,  dk_j = sum_r dk_rj,  dv_j = sum_r dv_rj
@@ -43,21 +44,23 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         q: Tensor,
-        kv: Tensor,
+        k: Tensor,
+        v: Tensor,
         masks: tuple[AttentionMask, ...],
         axis: Axis,
         scoring: ScoreMod,
         sinks: Tensor | None,
     ) -> Tensor:
-        merged, kv_block = OnlineSoftmax.empty(q, sinks), kv
+        kv = torch.cat((k.flatten(), v.flatten()))  # one send/recv for both
+        merged, kv_block, shapes = OnlineSoftmax.empty(q, v.shape[-1], sinks), kv, (k.shape, v.shape)
         for turn in range(axis.size):
             # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            keys, values = (repeat_kv(x, q) for x in kv_block.unbind())
+            keys, values = (repeat_kv(x, q) for x in _unpack(kv_block, shapes))
             merged.add(q, keys, values, masks[_owner(axis, turn)], scoring)
             kv_block = coming.wait() if coming else kv_block
         out = merged.output.to(q.dtype)
-        ctx.axis, ctx.scoring, ctx.masks = axis, scoring, masks
+        ctx.axis, ctx.scoring, ctx.masks, ctx.shapes = axis, scoring, masks, shapes
         ctx.save_for_backward(q, kv, out, merged.log_sum, sinks)
         return out
 
@@ -65,19 +68,27 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, log_sum, sinks = ctx.saved_tensors
         axis, backward = ctx.axis, BlockwiseBackward.start(out, gradients[0], log_sum)
+        groups = ctx.shapes[0][1]
         dq = torch.zeros_like(q, dtype=torch.float32)
         kv_block, dkv_block = kv, torch.zeros_like(kv, dtype=torch.float32)
         for turn in range(axis.size):
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            keys, values = (repeat_kv(x, q) for x in kv_block.unbind())
+            keys, values = (repeat_kv(x, q) for x in _unpack(kv_block, ctx.shapes))
             more_dq, *more = backward.block(q, keys, values, ctx.masks[_owner(axis, turn)], ctx.scoring)
             dq += more_dq
-            dkv_block = dkv_block + torch.stack([sum_over_kv_group(gradient, kv.shape[2]) for gradient in more])
+            dkv_block = dkv_block + torch.cat([sum_over_kv_group(gradient, groups).flatten() for gradient in more])
             del more_dq, more
             # In the last turn too: this shift returns the sums to the rank that owns the keys.
             dkv_block = ring_shift_async(dkv_block, axis).wait()
             kv_block = coming.wait() if coming else kv_block
-        return dq.to(q.dtype), dkv_block.to(kv.dtype), None, None, None, backward.sinks(sinks)
+        dk, dv = _unpack(dkv_block.to(kv.dtype), ctx.shapes)
+        return dq.to(q.dtype), dk, dv, None, None, None, backward.sinks(sinks)
+
+
+def _unpack(kv: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:
+    """Return views of the keys and values in one flat tensor."""
+    k, v = torch.split_with_sizes(kv, [shape.numel() for shape in shapes])
+    return k.view(shapes[0]), v.view(shapes[1])
 
 
 def _owner(axis: Axis, turn: int) -> int:

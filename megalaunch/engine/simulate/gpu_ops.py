@@ -72,7 +72,8 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = torch.empty_like(q)
+        batch, heads, queries, _ = q.shape
+        out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         return out
 

@@ -83,6 +83,32 @@ def interleave_heads(theirs: str, ours: Sequence[str], heads: int) -> WeightMapp
     return WeightMapping((theirs,), tuple(ours), split, join)
 
 
+def rope_pairs_to_halves(theirs: str, ours: str, heads: int, rotated: int) -> WeightMapping:
+    """Map a projection whose files interleave the rotated pairs, as DeepSeek's do, to the rotate-half order.
+
+    Args:
+        theirs: the projection with pairs (0, 1), (2, 3), ... in the last `rotated` rows of each head.
+        ours: the parameter, with pairs (0, R / 2), (1, R / 2 + 1), ..., R = `rotated`.
+        heads: number of heads.
+        rotated: rows of a head that are rotated, R.
+    """
+
+    def reorder(tensor: Tensor, pairs: tuple[int, int]) -> Tensor:
+        by_head = tensor.view(heads, -1, *tensor.shape[1:])
+        kept, turned = torch.split_with_sizes(by_head, (by_head.shape[1] - rotated, rotated), dim=1)
+        return torch.cat(
+            (kept, turned.reshape(heads, *pairs, *tensor.shape[1:]).transpose(1, 2).flatten(1, 2)), dim=1
+        ).flatten(0, 1)
+
+    def to_halves(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [reorder(tensor, (rotated // 2, 2)) for tensor in tensors]
+
+    def to_pairs(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [reorder(tensor, (2, rotated // 2)) for tensor in tensors]
+
+    return WeightMapping((theirs,), (ours,), to_halves, to_pairs)
+
+
 @dataclass(frozen=True)
 class Multimodal:
     """The naming schemes of a multimodal model."""

@@ -95,6 +95,7 @@ LATENTS = (
         lambda d: d.activation_bytes * (d.kv_lora_rank + d.qk_rope_head_dim),
         "sequence",
     ),
+    OpRow("statistics of the latents' norms, fp32", lambda d: 4 * (1 + (d.q_lora_rank > 0)), "sequence"),
     OpRow("key/value latent after its norm", lambda d: d.matmul_input_bytes * d.kv_lora_rank, "sequence", ("norm",)),
 )
 DENSE = (

@@ -58,6 +58,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "capped sinks": {"attention_sinks": True, "attn_logit_softcapping": 1.5},
     "llama3": {"rope": {"scaling": "llama3", "factor": 8.0, "original_positions": 8}},
+    "deepseek": {
+        "mla": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+        "num_query_groups": 8,
+        "head_dim": 10,
+        "attention_output_bias": True,
+        "rope": {"scaling": "yarn", "factor": 4.0, "original_positions": 8, "mscale_all_dim": 1.0},
+    },
+    "deepseek lite": {
+        "mla": {"kv_lora_rank": 10, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 9},
+        "num_query_groups": 8,
+        "head_dim": 7,
+    },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},

@@ -26,6 +26,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp3": {"parallel__dp": 3, "batch__global_batch_size": 6},  # rows that three ranks share unevenly
     "tp4, more ranks than key/value heads": {"parallel__tp": 4, "model__vocab_size": 64} | SHARED,
     "tp2 dp2": {"parallel__tp": 2, "parallel__dp": 2, "model__vocab_size": 62, "model__attention_sinks": True},
+    "tp2 latent attention": {
+        "parallel__tp": 2,
+        "model__vocab_size": 62,
+        "model__mla": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+    },
     "hsdp": {"parallel__dp": 4, "parallel__dp_replicate": 2, "batch__micro_batch_size": 1},
     "pp2 zbv, tied": {
         "parallel__pp": 2,

@@ -37,6 +37,11 @@ DROPPING = (
     "model.hidden_dropout=0.1", "model.attention_dropout=0.1",
 )  # fmt: skip
 QWEN3 = ("model=qwen3_8b", *LLAMA[1:])
+LATENT = (
+    "model=deepseek_v2_lite", "model.num_layers=3", "model.moe.num_experts=null", *LLAMA[2:5], "model.vocab_size=16384",
+    "model.num_query_groups=16", "model.mla.kv_lora_rank=256", "model.mla.q_lora_rank=384",
+    "model.mla.qk_nope_head_dim=64", "model.mla.qk_rope_head_dim=32", "model.mla.v_head_dim=48",
+)  # fmt: skip
 RUN = ("train.steps=10", "cluster.nodes=1")
 FEW_WORDS = "model.vocab_size=1024"
 SELECTIVE = "recompute=selective"
@@ -94,6 +99,13 @@ CASES = [
     Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("tp4sp", 4, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("cp2", 2, (4, 2, 1024), LAYER, shape=DROPPING),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]"), shape=LATENT),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full"), shape=LATENT),
+    Case("tp4sp", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
+    Case("tp4", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_comm_type=allgather"), shape=LATENT),
     Case("zero0", 4, (8, 1, 64), STEP_END, ("precision.grad_reduce_dtype=bf16",)),
     Case(
         "pp3", 6, (24, 1, 128), MICROBATCH_END, ("parallel.data_sharding=no_shard", "precision.grad_reduce_dtype=bf16")

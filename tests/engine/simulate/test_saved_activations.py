@@ -15,6 +15,7 @@ from megalaunch.plan.memory.layer_dims import DtypesAndGroups
 from megalaunch.plan.memory.saved_activations import rows_with_bytes
 
 TOKENS = 64
+HEADS = ("model.mla.qk_nope_head_dim=12", "model.mla.qk_rope_head_dim=8", "model.mla.v_head_dim=6")
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -37,13 +38,24 @@ def _kept_by_autograd(spec) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize(("precision", "unit"), [("bf16", None), ("bf16", "AMX"), ("fp32", None)])
+SHAPES = (
+    (),
+    ("model.num_query_groups=2",),
+    ("model.ffn_hidden_size=96", "model.hidden_size=96", "model.head_dim=16"),
+)
+LATENT_SHAPES = (
+    ("model.mla.kv_lora_rank=24", "model.mla.q_lora_rank=40", *HEADS),
+    ("model.mla.kv_lora_rank=24", *HEADS),
+)
+PRECISIONS = (("bf16", None), ("fp32", None))
+AMX = ("bf16", "AMX")  # not of latent attention: there torch's kernel saves values padded to the width of keys
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "precision", "unit"),
     [
-        (),
-        ("model.num_query_groups=2",),
-        ("model.ffn_hidden_size=96", "model.hidden_size=96", "model.head_dim=16"),
+        *((shape, *precision) for shape in SHAPES + LATENT_SHAPES for precision in PRECISIONS),
+        *((shape, *AMX) for shape in SHAPES),
     ],
 )
 def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):

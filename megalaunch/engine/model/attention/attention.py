@@ -39,7 +39,28 @@ class KVCache(Protocol):
         """Return each layer's attention of the last `num_tokens` positions; `windows`: sliding windows (None: full)."""
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
+    """What all kinds of self-attention share: core attention with its score modification and its save policy."""
+
+    def __init__(self, config: AttentionConfig, tp_region: TPRegion) -> None:
+        super().__init__()
+        self.config, self.tp_region = config, tp_region
+        self.core_save_policy: SavePolicy = save_activations
+        self.sinks: nn.Parameter | None = None
+
+    def core_attention(
+        self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, seeds_BN: Tensor | None = None
+    ) -> Tensor:
+        """Compute core attention, between the projections, as a function that the save policy may call again."""
+        return attend(queries, keys, values, self.scoring(seeds_BN))
+
+    def scoring(self, seeds_BN: Tensor | None = None) -> ScoreMod:
+        """Return the score modification: scale, soft cap, sinks and dropout."""
+        sinks = None if self.sinks is None else local_param(self.sinks)
+        return ScoreMod(self.config.softmax_scale, self.config.soft_cap, sinks, seeds_BN, self.config.dropout)
+
+
+class Attention(SelfAttention):
     """Causal grouped-query attention: each of the G key/value heads serves N / G query heads."""
 
     sinks_layout = COLUMN_PARALLEL
@@ -47,9 +68,7 @@ class Attention(nn.Module):
     def __init__(
         self, hidden_size: int, config: AttentionConfig, norm: NormConfig, tp_region: TPRegion = NO_TP
     ) -> None:
-        super().__init__()
-        self.config, self.tp_region = config, tp_region
-        self.core_save_policy: SavePolicy = save_activations
+        super().__init__(config, tp_region)
         groups = ParamLayout(shard_dim=0, max_shards=config.num_groups)
         queries, keys = config.num_heads * config.head_dim, config.num_groups * config.head_dim
         self.q_proj = Linear(hidden_size, queries, COLUMN_PARALLEL, config.qkv_bias)
@@ -96,19 +115,6 @@ class Attention(nn.Module):
             k_BGTD, v_BGTD = layer_cache.update(k_BGTD, v_BGTD)
         out_BNSD = self.core_save_policy(self.core_attention, attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN)
         return self.tp_region.row_parallel_linear(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
-
-    def core_attention(
-        self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, seeds_BN: Tensor | None = None
-    ) -> Tensor:
-        """Compute core attention, between the projections, as a function that the save policy may call again."""
-        return attend(queries, keys, values, self.scoring(seeds_BN))
-
-    def scoring(self, seeds_BN: Tensor | None = None) -> ScoreMod:
-        """Return the score modification: scale, soft cap, sinks and dropout."""
-        sinks = None if self.sinks is None else local_param(self.sinks)
-        return ScoreMod(
-            self.config.query_pre_attn_scalar**-0.5, self.config.soft_cap, sinks, seeds_BN, self.config.dropout
-        )
 
     def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         """Split into heads, [B, S, f] -> [B, n, S, D], normed per head or over all heads together."""

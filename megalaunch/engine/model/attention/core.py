@@ -6,7 +6,7 @@ Blockwise attention merges blocks of keys by online softmax (log-sum-exp; Liu et
 backward (Dao 2023), so that none are saved. Scores are fp32, and tensors of their size are modified in place.
 
 Shapes: B batch, N query heads, G key/value groups, S queries or all tokens of a sample, s a rank's shard of them, T
-keys, D head dim.
+keys, D head dim; that of values, and so of the output, may differ from that of queries and keys.
 """
 
 from __future__ import annotations
@@ -168,12 +168,15 @@ class OnlineSoftmax:
     log_sum: Tensor
 
     @classmethod
-    def empty(cls, q: Tensor, sinks: Tensor | None) -> OnlineSoftmax:
-        """Return the state before the first block; the log-sum-exp starts at the sinks' logits, if there are any."""
+    def empty(cls, q: Tensor, width: int, sinks: Tensor | None) -> OnlineSoftmax:
+        """Return the state before the first block; the log-sum-exp starts at the sinks' logits. `width`: of values."""
         log_sum = torch.full((*q.shape[:-1], 1), -torch.inf, device=q.device)
         if sinks is not None:
             log_sum = log_sum.maximum(sinks.float()[:, None, None])
-        return cls(torch.zeros_like(q, dtype=torch.float32), log_sum)
+        batch, heads, queries, _ = q.shape
+        # Token-major in memory, so that the output projection reads it without a copy.
+        output = q.new_zeros(batch, queries, heads, width, dtype=torch.float32).transpose(1, 2)
+        return cls(output, log_sum)
 
     def add(self, q: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scoring: ScoreMod) -> None:
         """Merge a block of keys and values [B, N, T, D].
@@ -259,7 +262,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         outputs, log_sums = [], []
         for first in range(0, q.shape[2], _QUERIES):
             part = slice(first, first + _QUERIES)
-            merged = OnlineSoftmax.empty(q[:, :, part], sinks)
+            merged = OnlineSoftmax.empty(q[:, :, part], v.shape[-1], sinks)
             merged.add(q[:, :, part], keys, values, mask.slice_queries(part.start, part.stop), scoring)
             outputs.append(merged.output.to(q.dtype).transpose(1, 2))
             log_sums.append(merged.log_sum)
