@@ -36,7 +36,7 @@ class NamedAdamW:
     """
 
     def __init__(self, model: ModelParts, spec: OptimizerSpec) -> None:
-        self._settings = spec
+        self._betas, self._epsilon, self._weight_decay = (spec.beta1, spec.beta2), spec.epsilon, spec.weight_decay
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, _State] = {}
         named = self._parameters.items()
@@ -57,7 +57,7 @@ class NamedAdamW:
         """
         # torch's GradScaler passes its loss scale so; any divisor will do
         scale = torch.tensor(divisor) if divisor != 1 else None
-        self._update(self._decayed, learning_rate, self._settings.weight_decay, scale)
+        self._update(self._decayed, learning_rate, self._weight_decay, scale)
         self._update(self._undecayed, learning_rate, 0.0, scale)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -79,9 +79,9 @@ class NamedAdamW:
             amsgrad=False,
             maximize=False,
             lr=learning_rate,
-            beta1=self._settings.beta1,
-            beta2=self._settings.beta2,
-            eps=self._settings.epsilon,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            eps=self._epsilon,
             weight_decay=weight_decay,
         )
 
