@@ -93,18 +93,6 @@ def compile_split_backward(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("train.compile_experts", "train.compile is off for a model with experts.")
-def compile_experts(at: RuleContext) -> Iterator[Violation]:
-    """torch.compile cannot trace the grouped matmul, and every microbatch has other numbers of tokens for an expert."""
-    if at.spec.train.compile and at.has_experts:
-        yield Violation(
-            "train.compile",
-            "train.compile does not support layers with experts",
-            {"num_experts": at.spec.model.moe.num_experts},
-            ({"train.compile": False},),
-        )
-
-
 @rule("train.compile_selective_recompute", "With train.compile recomputation is full, or of attention only.")
 def compile_selective_recompute(at: RuleContext) -> Iterator[Violation]:
     """Other modules are recomputed where backward reads them, which no graph supports; the compiler decides there

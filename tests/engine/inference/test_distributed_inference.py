@@ -130,6 +130,19 @@ def test_loss_of_a_layout(run: RunDirectory, tmp_path: Path, layout: str):
 
 
 @pytest.mark.usefixtures("forked")
+def test_texts_and_loss_of_experts_on_several_ranks(tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=(10,), moe={"num_experts": 4, "top_k": 2})
+    arguments = (*PROMPTS, *GREEDY, "--logprobs", 1)
+    expected = lines_of("generate", run.root, *arguments)
+    for layout in ("ep2tp2sp", "dp2ep2"):
+        require_same_texts(lines_of("generate", run.root, f"parallel={layout}", *arguments), expected)
+    (tmp_path / "text.txt").write_text(TEXT)
+    evaluated = ("evaluate", run.root, "--data", tmp_path / "text.txt", "--sequence-length", 24)
+    (found,), (alone,) = lines_of(*evaluated, "parallel=dp2ep2zero3"), lines_of(*evaluated)
+    assert found["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=(10,), vocab_size=293)  # of the tokenizer's 295
     arguments = (*PROMPTS, *GREEDY, "--logprobs", 1)

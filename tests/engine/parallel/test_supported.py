@@ -22,12 +22,16 @@ from megalaunch.schema.paths import value_at
 BASE = small_spec(data__mock=True)
 
 
+EP = {"parallel.dp": 2, "parallel.ep": 2, "model.moe.num_experts": 4}
+
 # Where a limited key means something: what to set beside it.
 BESIDE = {
     "recompute.modules": {"recompute.granularity": "selective"},
     "recompute.num_layers": {"recompute.granularity": "full"},
     "parallel.pp": {"parallel.pp": 2, "model.num_layers": 4},
     "parallel.cp": {"parallel.cp": 2},
+    "parallel.ep": EP,
+    "parallel.moe_token_dispatcher_type": EP,
     "recompute.method": {"recompute.method": "uniform"},
     "model.moe.balance_loss": {"model.moe.num_experts": 4, "model.moe.balance_loss_coeff": 0.1},
 }

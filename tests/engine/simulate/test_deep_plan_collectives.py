@@ -123,10 +123,30 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "batch__micro_batch_size": 1,
         },
     ),
+    # All tokens are the same here, so each rank has one of the two experts of every token.
+    "ep2 alltoall": (
+        4,
+        {
+            "parallel__dp": 4,
+            "parallel__ep": 2,
+            "parallel__data_sharding": "optim_grads_params",
+            "batch__micro_batch_size": 1,
+            "model__moe": {"num_experts": 2, "top_k": 2},
+        },
+    ),
+    "ep2 allgather": (
+        2,
+        {
+            "parallel__dp": 2,
+            "parallel__ep": 2,
+            "parallel__moe_token_dispatcher_type": "allgather",
+            "model__moe": {"num_experts": 4, "top_k": 2},
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero3, recomputed", "cp2 p2p", "pp2 zbv, tied"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero3, recomputed", "cp2 p2p", "pp2 zbv, tied", "ep2 alltoall"))
 def test_fake_ranks_exchange_what_real_ones_do(layout):
     ranks, values = LAYOUTS[layout]
     spec = small_spec(**values)

@@ -201,7 +201,6 @@ COMPILE = {
         "parallel.schedule=interleaved",
         (*TINY, "train.compile=true", "parallel=pp2vpp2", "model.num_layers=4", "batch.global_batch_size=4"),
     ),
-    "train.compile_experts": Case("train.compile=true", "train.compile=false", MIXTRAL),
     "train.compile_selective_recompute": Case(
         "recompute.modules=[norm]",
         "recompute.modules=[attention]",
