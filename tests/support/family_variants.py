@@ -39,6 +39,21 @@ GEMMA = {**_LLAMA, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar":
 _MOE = {**_LLAMA, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 _QWEN = {"num_experts": 5, "moe_intermediate_size": 20}
 
+_DEEPSEEK = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.8, mscale_all_dim=0.7)
+
 # name: the class of the configuration, and what it is made with
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
@@ -116,6 +131,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3MoeConfig", {**_MOE, **_QWEN, "head_dim": 12, "norm_topk_prob": True}),
     "qwen3 moe sparse": ("Qwen3MoeConfig", {**_MOE, **_QWEN, "head_dim": 8, "decoder_sparse_step": 2}),
     "olmoe": ("OlmoeConfig", {**_MOE, "num_experts": 6, "num_experts_per_tok": 3}),
+    "deepseek v2": (
+        "DeepseekV2Config",
+        {**_DEEPSEEK, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek v2 lite": ("DeepseekV2Config", {**_DEEPSEEK, **_YARN, "q_lora_rank": None, "num_experts_per_tok": 3}),
+    "deepseek v3": (
+        "DeepseekV3Config",
+        {**_DEEPSEEK, **_YARN, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
+    ),
+    "moonlight": (
+        "DeepseekV3Config",
+        {**_DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    ),
     "gpt oss": (
         "GptOssConfig",
         {
@@ -148,6 +176,9 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     model.eval().save_pretrained(folder)
     return model
 

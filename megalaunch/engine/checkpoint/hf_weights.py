@@ -42,23 +42,25 @@ class HuggingFaceWeights(MappedWeights):
                 folder, [f"config.json has {model.num_layers:,} layers, but the files have only {count:,} tensors"]
             )
         multimodal = get_multimodal(folder.config)
-        self._vision = () if multimodal is None else multimodal.vision
+        self._skipped = () if multimodal is None else multimodal.vision
         self._layout = {} if multimodal is None else multimodal.layout(folder.tensors)
-        skipped = [name for name in folder.tensors if self._is_vision_tensor(name)]
+        skipped = [name for name in source.tensors if self._is_skipped(name)]
         if skipped:
             self.notes.append(f"{len(skipped)} tensors of the image encoder ({skipped[0]}, ...) are not read")
         self._bare = not any(name.startswith(self._weights.prefix) for name in folder.tensors)
-        model = self._without_absent_mtp(model, source)
+        model = self._skip_mtp(model, source)
         super().__init__(source, model, self._weights.mappings(model, source.tensors))
         problems = list(self.problems("config.json expects"))
         if problems:
             raise _family_error(folder, problems)
 
-    def _without_absent_mtp(self, model: ModelSpec, source: DequantizedFolder) -> ModelSpec:
-        """Return the model without multi-token prediction if the files have none: transformers saves none."""
-        if not model.mtp.num_layers or any(f"layers.{model.num_layers}." in name for name in source.tensors):
-            return model
-        self.notes.append("the files have no layers of multi-token prediction (num_nextn_predict_layers): none is read")
+    def _skip_mtp(self, model: ModelSpec, source: DequantizedFolder) -> ModelSpec:
+        """Return the model without the layers of multi-token prediction, which are skipped, as in transformers."""
+        depths = range(model.num_layers, model.num_layers + model.mtp.num_layers)
+        self._skipped += tuple(f"model.layers.{index}." for index in depths)
+        skipped = [name for name in source.tensors if name.startswith(self._skipped)] if depths else []
+        if skipped:
+            self.notes.append(f"{len(skipped)} tensors of multi-token prediction ({skipped[0]}, ...) are not read")
         return replace(model, mtp=MultiTokenSpec())
 
     @property
@@ -80,18 +82,18 @@ class HuggingFaceWeights(MappedWeights):
     def is_ignorable(self, name: str) -> bool:
         """Return True for a tensor that may be skipped.
 
-        Those are buffers of old files, tensors of the vision tower, and a tied head stored twice (which must equal the
-        embedding).
+        Those are buffers of old files, tensors of the vision tower or of multi-token prediction, and a tied head
+        stored twice (which must equal the embedding).
         """
-        if name.endswith(self._weights.dropped) or self._is_vision_tensor(name):
+        if name.endswith(self._weights.dropped) or self._is_skipped(name):
             return True
         if not self.model.tie_word_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):
             return False
         embedding = next(pair.theirs[0] for pair in self.pairs if "embedding.weight" in pair.ours)
         return torch.equal(self._folder.read(name), self._folder.read(self.tensor_infos(embedding)))
 
-    def _is_vision_tensor(self, name: str) -> bool:
-        return name.startswith(self._vision) if self._vision else False
+    def _is_skipped(self, name: str) -> bool:
+        return name.startswith(self._skipped)
 
     def _head(self) -> str:
         return self.tensor_infos("lm_head.weight")

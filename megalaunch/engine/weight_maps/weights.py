@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.engine.weight_maps import gemma3, gpt, gpt_neox, gpt_oss, llama, mixtral, phi3
+from megalaunch.engine.weight_maps import deepseek, gemma3, gpt, gpt_neox, gpt_oss, llama, mixtral, phi3
 from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, Multimodal
 from megalaunch.importers.huggingface.registry import FamilyError, family_of, multimodal_family
 from megalaunch.schema.model import Family, ModelSpec
@@ -17,6 +17,7 @@ _WEIGHTS: Mapping[Family, FamilyWeights] = {
     "gemma3": gemma3.WEIGHTS,
     "mixtral": mixtral.MIXTRAL,
     "gpt_oss": gpt_oss.WEIGHTS,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), deepseek.WEIGHTS),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), mixtral.WEIGHTS),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "olmo2"), llama.WEIGHTS),
 }

@@ -87,3 +87,12 @@ def test_an_expert_too_few_is_named(mixtral, tmp_path):
     del tensors["model.layers.1.block_sparse_moe.experts.4.w2.weight"]
     with pytest.raises(CheckpointError, match=r"missing: model.layers.1.block_sparse_moe.experts.4.w2.weight"):
         HuggingFaceWeights(copy_with(mixtral, tmp_path / "few", tensors))
+
+
+def test_layers_of_multi_token_prediction_are_skipped_with_a_note(tmp_path):
+    make("deepseek v3", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / WEIGHTS)
+    tensors |= {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.enorm.weight": torch.ones(32)}
+    weights = HuggingFaceWeights(copy_with(tmp_path / "hf", tmp_path / "mtp", tensors))
+    assert weights.model.mtp.num_layers == 0
+    assert "2 tensors of multi-token prediction (model.layers.3.eh_proj.weight, ...) are not read" in weights.notes

@@ -15,8 +15,8 @@ from megalaunch.engine.inference.load_model import open_model
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt oss"])
-def test_every_weight_arrives(name, tmp_path):
+@pytest.mark.parametrize("name", ["mixtral", "gpt oss", "deepseek v3"])
+def test_weights_and_expert_biases_arrive(name, tmp_path):
     theirs = make(name, tmp_path / "hf")
     tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()

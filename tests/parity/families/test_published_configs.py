@@ -26,14 +26,9 @@ QUICK = (
     *("Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM3-3B", "princeton-nlp/gemma-2-9b-it-SimPO without caps"),
     *("google/gemma-3-270m", "google/gemma-3-27b-it"),
     *("microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-4-mini-instruct"),
-    *("mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b"),
+    *("mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3"),
     *("allenai/OLMo-2-0425-1B", "EleutherAI/gpt-neox-20b", "togethercomputer/RedPajama-INCITE-Base-3B-v1"),
 )
-
-
-def has_weights(name: str) -> bool:
-    """Whether the engine has the blocks of the family."""
-    return not PUBLISHED[name]["model_type"].startswith("deepseek")
 
 
 def config_of(variant: str, **changes: Any) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def test_it_is_read_as_transformers_reads_it(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in QUICK and has_weights(name)])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in QUICK])
 def test_each_other_is_read_as_transformers_reads_it(name):
     verification = verify_config(PUBLISHED[name])
     assert verification.agrees or (name == NAMELESS and verification.reader is None), verification
