@@ -89,7 +89,8 @@ def _names_of_sections(tree: ast.AST) -> dict[str, str]:
             written = ast.unparse(node.annotation).split(" |")[0].strip("'\"") if node.annotation else ""
             if written in SECTION_OF_TYPE:
                 names |= {name: SECTION_OF_TYPE[written], f"_{name}": SECTION_OF_TYPE[written]}
-        elif isinstance(node, ast.Assign):
+    for node in ast.walk(tree):  # an assignment may stand nearer to the module than the annotation that it needs
+        if isinstance(node, ast.Assign):
             for target in node.targets:
                 names |= dict(_assigned(target, node.value, names))
     return names

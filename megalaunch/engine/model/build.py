@@ -22,7 +22,6 @@ from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.plan.attention_factor import latent_softmax_factor
 from megalaunch.plan.layers import Layer, list_layers
 from megalaunch.schema.model import ModelSpec
-from megalaunch.schema.moe import MoESpec
 from megalaunch.schema.rope import RopeSpec
 
 
@@ -116,7 +115,7 @@ def _mlp(model: ModelSpec, width: int) -> MLPConfig:
 
 
 def _moe(model: ModelSpec) -> MoEConfig | None:
-    moe: MoESpec = model.moe
+    moe = model.moe
     if moe.num_experts is None:
         return None
     return MoEConfig(

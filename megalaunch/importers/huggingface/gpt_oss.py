@@ -16,6 +16,18 @@ MXFP4 = "mxfp4"
 """`quant_method` of the published files: experts in blocks of 32 values of 4 bits, with one scale a block."""
 
 
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""The rotary parameters of the published models, which transformers takes for a file without any."""
+
+
 def _read(file: ConfigFile) -> Values:
     file.expect("swiglu_alpha", 1.702)
     file.expect("hidden_act", "silu")
@@ -29,7 +41,7 @@ def _read(file: ConfigFile) -> Values:
         "swiglu_limit": file.number("swiglu_limit", 7.0),
         "mlp_bias": True,
         "attention_sinks": True,
-        "rope": read_rope(file, 150000.0),
+        "rope": read_rope(file, default=_ROPE),
         "moe": moe | {"router_bias": True},
     }
     return read_common(file, epsilon=1e-5, head_dim=64) | read_biases(file) | read_windows(file, width, every=2) | own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megalaunch.importers.huggingface.hf_config import ConfigFile
@@ -50,6 +51,7 @@ def read_rope(
     fraction: float | None = None,
     scalings: Sequence[str] = SCALINGS,
     original: int | None = None,
+    default: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Read the rope section of a file whose layers all have the same rotary embedding.
 
@@ -60,12 +62,13 @@ def read_rope(
         scalings: the scalings that the family supports.
         original: the family's default context length before scaling; None: that of the scaling, else
             max_position_embeddings.
+        default: the family's rotary parameters for a file without any.
     """
     old, new = _mapping(file, "rope_scaling"), _mapping(file, "rope_parameters")
     base = file.number("rope_theta", None, null=None)
     if old and new and old != {key: value for key, value in new.items() if key != "rope_theta"}:
         file.problems.append("config.json: rope_scaling and rope_parameters differ")
-    given = {**(old or new)}  # the older key wins, as in transformers
+    given = {**(old or new or default)}  # the older key wins, as in transformers
     given.setdefault("rope_theta", base or theta)
     file.pop(_LENGTH, None)  # without a scaling it has no effect
     part = given.pop("partial_rotary_factor", None)

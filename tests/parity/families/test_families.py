@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.weight_maps.weights import get_family_weights
 from megalaunch.importers.huggingface.registry import from_hf_config
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
+from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.spec_file import spec_to_text
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -35,9 +37,14 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
+def unbalanced(model: ModelSpec) -> ModelSpec:
+    """Without the loss that balances experts: transformers adds its own, over all layers together, only if asked."""
+    return replace(model, moe=replace(model.moe, balance_loss="none", balance_loss_coeff=0.0))
+
+
 def decoder_of(checkpoint: Path):
     weights = StoredWeights(checkpoint)
-    decoder = build_decoder(weights.model)
+    decoder = build_decoder(unbalanced(weights.model))
     for name, tensor in tensors_of(decoder).items():
         tensor.data.copy_(weights.read(name))
     return decoder
@@ -88,7 +95,7 @@ def test_an_export_trains_in_transformers_as_here(name, origin, tmp_path):
     kind, values = VARIANTS[name]
     config = json.loads(getattr(transformers, kind)(**values).to_json_string(use_diff=False))
     model = from_hf_config(config, name)
-    ours = build_decoder(model)
+    ours = build_decoder(unbalanced(model))
     generator = torch.Generator().manual_seed(5)
     for parameter in ours.parameters():
         parameter.data.normal_(0.3 if parameter.ndim == 1 else 0.0, 0.3, generator=generator)
