@@ -41,6 +41,7 @@ EXACT = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen15_moe_a2_7b": 14_315_784_192,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "mixtral_8x7b": 46_702_792_704,
@@ -114,6 +115,7 @@ def test_parameters_agree_with_a_rounded_figure(option, published):
 ACTIVE = {
     ("mixtral_8x7b", "12.9B", "all"),
     ("mixtral_8x22b", "39B", "all"),
+    ("qwen15_moe_a2_7b", "2.7B", "all"),
     ("qwen3_30b_a3b", "3.3B", "all"),
     ("qwen3_235b_a22b", "22B", "all"),
     ("olmoe_7b", "1.3B", "all"),
