@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.model.build import build_decoder
-from megalaunch.engine.model.layers import Embedding, Linear
+from megalaunch.engine.model.layers import Embedding
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.moe.experts import GroupedLinear
 from megalaunch.schema.model import ModelSpec
 

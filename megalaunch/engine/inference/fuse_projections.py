@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.tp_region import NoTP, ProjectionBlock
 from megalaunch.kernels.small_batch_linear import SmallBatchLinear
 from megalaunch.platform.cgroups import usable_memory

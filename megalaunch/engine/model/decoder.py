@@ -24,7 +24,8 @@ from megalaunch.engine.model.dropout import (
     make_dropout_masks,
     no_dropout,
 )
-from megalaunch.engine.model.layers import Embedding, Linear, Norm, SavePolicy, save_activations
+from megalaunch.engine.model.layers import Embedding, Norm, SavePolicy, save_activations
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import LocalDispatcher, TokenDispatcher

@@ -1,24 +1,21 @@
-"""The modules that hold the decoder's parameters: linear layers, embedding and norms.
+"""The embedding and the norms of the decoder, and how activations get from a forward to its backward pass.
 
-Each declares as a `ParamLayout` how its parameters are sharded over tensor-parallel ranks.
+Each module declares as a `ParamLayout` how its parameters are sharded over tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import NormConfig
+from megalaunch.engine.model.tp_region import TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
-from megalaunch.kernels.matmul import linear
 from megalaunch.kernels.rms_norm import rms_norm
-
-if TYPE_CHECKING:
-    from megalaunch.engine.model.tp_region import TPRegion
 
 
 class SavePolicy(Protocol):
@@ -35,25 +32,6 @@ class SavePolicy(Protocol):
 def save_activations(function: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
     """Call the function; autograd saves its activations (the default `SavePolicy`)."""
     return function(*inputs)
-
-
-class Linear(nn.Module):
-    """x -> x W^T (+ b); `weight` is [out, in] as in torch.
-
-    Column parallel (outputs sharded): the bias is sharded with the outputs. Row parallel (inputs sharded): the bias is
-    replicated, and every rank adds it after the sum over ranks.
-    """
-
-    def __init__(self, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self.layout = layout
-        self.bias_layout = layout if layout.shard_dim == 0 else REPLICATED
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer on one device that holds the whole weight: [..., in] -> [..., out]."""
-        return linear(x, local_param(self.weight), None if self.bias is None else local_param(self.bias))
 
 
 class Embedding(nn.Module):

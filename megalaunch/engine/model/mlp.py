@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MLPConfig
-from megalaunch.engine.model.layers import Linear, SavePolicy, save_activations
+from megalaunch.engine.model.layers import SavePolicy, save_activations
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 from megalaunch.kernels.swiglu import swiglu

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.param_layout import ParamLayout, local_param
 
 

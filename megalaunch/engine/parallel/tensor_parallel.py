@@ -23,7 +23,7 @@ from megalaunch.engine.collectives import AsyncCollective, all_gather_async, all
 from megalaunch.engine.dtensor import shard_param
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.tp_overlap import AllGatherMatmulRing, MatmulReduceScatterRing
 from megalaunch.engine.param_layout import ParamLayout, get_param_layout, local_or_shared_shard, local_param
 from megalaunch.kernels.matmul import linear, matmul, needs_grad

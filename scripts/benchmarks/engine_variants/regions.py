@@ -11,7 +11,7 @@ import torch.distributed as dist
 from engine_variants.shape import Work
 from megalaunch.engine.collectives import AsyncCollective, all_gather_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel import tensor_parallel
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL

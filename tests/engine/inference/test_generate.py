@@ -21,7 +21,7 @@ from megalaunch.engine.inference.fuse_projections import FusedLinear, fuse_proje
 from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens, next_logits
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.sampling import Sampler, Sampling, sampling_probs
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
 
 GREEDY = Sampling(temperature=0)

@@ -20,7 +20,7 @@ from megalaunch.engine.collectives import (
     ring_shift_async,
 )
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 

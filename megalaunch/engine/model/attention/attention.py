@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.core import AttentionFn, ScoreMod
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
-from megalaunch.engine.model.layers import Linear, Norm, SavePolicy, ShardedRMSNorm, save_activations
+from megalaunch.engine.model.layers import Norm, SavePolicy, ShardedRMSNorm, save_activations
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param

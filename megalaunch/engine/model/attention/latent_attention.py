@@ -29,7 +29,8 @@ from torch import Tensor
 from megalaunch.engine.model.attention.attention import LayerKVCache, SelfAttention
 from megalaunch.engine.model.attention.core import AttentionFn
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
-from megalaunch.engine.model.layers import Linear, Norm
+from megalaunch.engine.model.layers import Norm
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ROW_PARALLEL

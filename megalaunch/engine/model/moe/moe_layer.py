@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
-from megalaunch.engine.model.layers import Linear, SavePolicy, save_activations
+from megalaunch.engine.model.layers import SavePolicy, save_activations
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
