@@ -17,25 +17,24 @@ from megalaunch.schema import RunSpec
 
 if TYPE_CHECKING:
     from megalaunch.config.compose import Composition
-    from megalaunch.runs.prepare_run import PreparedRun
 
 MISSING = "platform.this_machine"
 _ALSO_SAID = (MISSING, "launcher.multi_node")
 
 
-def refusal_text(findings: Sequence[Finding], planned: PreparedRun) -> str:
+def refusal_text(findings: Sequence[Finding], composition: Composition, spec: RunSpec, machine: Machine) -> str:
     """Return the findings of a run that cannot start; missing devices come first, with what to do about them."""
     shown = [finding for finding in findings if finding.severity != "note"]
-    elsewhere = run_elsewhere(planned.composition, planned.spec, planned.machine)
+    elsewhere = run_elsewhere(composition, spec, machine)
     if elsewhere is None and all(finding.rule != MISSING for finding in shown):
         return findings_text(shown)
-    command = shlex.join(["megalaunch", "train", *planned.composition.overrides])
-    needed = (elsewhere or planned.spec).cluster
+    command = shlex.join(["megalaunch", "train", *composition.overrides])
+    needed = (elsewhere or spec).cluster
     # As typed here, the command would take the devices of this machine.
     cluster = f" cluster.nodes={needed.nodes} cluster.devices_per_node={needed.devices_per_node}" if elsewhere else ""
     lines = [
-        f"error: this run needs {needed_devices(elsewhere or planned.spec)}; "
-        f"this machine has {present_devices(planned.machine)}",
+        f"error: this run needs {needed_devices(elsewhere or spec)}; "
+        f"this machine has {present_devices(machine)}",
         f"  rehearse it here with small sizes:         {command} --rehearse",
         f"  prepare it for a machine with its devices: {command}{cluster} --prepare-only",
         f"  why:  megalaunch explain {MISSING}",

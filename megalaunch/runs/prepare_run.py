@@ -123,7 +123,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
         findings += incompatible_changes(spec, stored)
     if has_errors(findings):
-        text = refusal_text(findings, planned)
+        text = refusal_text(findings, planned.composition, spec, planned.machine)
         rules = {finding.rule for finding in findings}
         several = MULTI_NODE in rules and MISSING not in rules and planned.machine.allocation is None
         about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}

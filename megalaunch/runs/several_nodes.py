@@ -17,7 +17,7 @@ from megalaunch.schema import RunSpec
 if TYPE_CHECKING:
     from megalaunch.launch.stop import StopSignals
     from megalaunch.rundir.outcome import ExitCode
-    from megalaunch.runs.prepare_run import PreparedRun
+    from megalaunch.rundir.paths import RunDirectory
 
 Start = Literal["here", "node", "srun", "hand"]
 """Where a run starts: on this machine alone; on this node as on every other; on every node by srun; by pasted lines."""
@@ -88,12 +88,10 @@ def _what_to_type(allocation: Allocation, nodes: int, overrides: Sequence[str]) 
     )
 
 
-def start_by_srun(planned: PreparedRun) -> NoReturn:
+def start_by_srun(spec: RunSpec, overrides: Sequence[str], allocation: Allocation) -> NoReturn:
     """Replace this process by srun, which starts the same command once on every node."""
-    allocation = planned.machine.allocation
-    assert allocation is not None
     assert allocation.srun is not None, "start_of saw srun"
-    command = srun_command(int(planned.spec.cluster.nodes), planned.composition.overrides)
+    command = srun_command(int(spec.cluster.nodes), overrides)
     typer.echo(f"the {allocation.source} has {allocation.nodes} nodes: {shlex.join(command)}")
     sys.stdout.flush()
     os.execve(allocation.srun, command, whole_node(os.environ))
@@ -117,7 +115,7 @@ def whole_node(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _PER_TASK}
 
 
-def join_run(planned: PreparedRun, place: NodePlace, stop: StopSignals) -> ExitCode:
+def join_run(spec: RunSpec, directory: RunDirectory, place: NodePlace, cores: int, stop: StopSignals) -> ExitCode:
     """Take part in a run as one of the nodes after the first; return the exit code."""
     from megalaunch.launch.join import JoinError, wait_for_launch
     from megalaunch.launch.node import NodeAgent, run_other_node
@@ -127,8 +125,7 @@ def join_run(planned: PreparedRun, place: NodePlace, stop: StopSignals) -> ExitC
         typer.echo(f"megalaunch: {line}", err=True)
 
     try:
-        wait_for_launch(planned.directory, place, say)
+        wait_for_launch(directory, place, say)
     except JoinError as error:
         fail(str(error), error.exit_code)
-    agent = NodeAgent(planned.spec, planned.directory, place, planned.machine.cores)
-    return run_other_node(planned.directory, agent, stop)
+    return run_other_node(directory, NodeAgent(spec, directory, place, cores), stop)

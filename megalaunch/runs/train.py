@@ -61,10 +61,10 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
         if place is None or place.rank == 0:
             _echo(finished_report(planned.spec, planned.directory, planned.state))
         return ExitCode.DONE
-    if planned.start == "srun":
-        start_by_srun(planned)
+    if planned.start == "srun" and planned.machine.allocation is not None:
+        start_by_srun(planned.spec, planned.composition.overrides, planned.machine.allocation)
     if place is not None and place.rank > 0:
-        return join_run(planned, place, stop)
+        return join_run(planned.spec, planned.directory, place, planned.machine.cores, stop)
     try:
         lock = lock_run(planned.directory)
     except RunDirectoryError as error:

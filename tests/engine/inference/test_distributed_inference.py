@@ -195,7 +195,7 @@ def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
         (["parallel=tp2", "model.num_layers=4"], "'model.num_layers=4' does not set the layout"),
         (["parallel=tp2pq"], "there is no parallel=tp2pq"),
         (["parallel.tpp=2"], "did you mean 'parallel.tp'?"),
-        (["parallel=ep2"], "[engine.unsupported]"),
+        (["parallel=ep2"], "[parallel.ep_needs_experts]"),
     ],
 )
 def test_a_layout_that_cannot_be(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str):
