@@ -33,8 +33,7 @@ def refusal_text(findings: Sequence[Finding], composition: Composition, spec: Ru
     # As typed here, the command would take the devices of this machine.
     cluster = f" cluster.nodes={needed.nodes} cluster.devices_per_node={needed.devices_per_node}" if elsewhere else ""
     lines = [
-        f"error: this run needs {needed_devices(elsewhere or spec)}; "
-        f"this machine has {present_devices(machine)}",
+        f"error: this run needs {needed_devices(elsewhere or spec)}; this machine has {present_devices(machine)}",
         f"  rehearse it here with small sizes:         {command} --rehearse",
         f"  prepare it for a machine with its devices: {command}{cluster} --prepare-only",
         f"  why:  megalaunch explain {MISSING}",

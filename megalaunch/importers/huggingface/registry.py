@@ -29,6 +29,7 @@ from megalaunch.importers.huggingface import (
 from megalaunch.importers.huggingface.family import FamilySpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.multimodal import split_config
+from megalaunch.importers.huggingface.rope import fields_without_effect
 from megalaunch.plan.attention_factor import attention_factor
 from megalaunch.plan.layers import list_layers
 from megalaunch.schema.build import SpecError, build_section
@@ -149,7 +150,7 @@ def _comparable(model: ModelSpec) -> dict[str, Any]:
     values = {key: value for key, value in asdict(model).items() if key not in _WITHOUT_EFFECT}
     for section, names in _TRAINING_ONLY.items():
         values[section] = {key: value for key, value in values[section].items() if key not in names}
-    values["rope"] |= _fold_mscale(model.rope)
+    values["rope"] |= _fold_mscale(model.rope) | dict.fromkeys(fields_without_effect(model.rope))
     if model.moe.num_experts is not None:
         values["moe"] |= _expand_defaults(model)
         if all(layer.experts for layer in list_layers(model)):

@@ -35,6 +35,7 @@ _SCALING_KEYS = {  # the keys of each scaling
     ),
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
+_MSCALE = {"yarn": {"mscale", "mscale_all_dim"}}
 _REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -43,6 +44,12 @@ _REQUIRED = {
 }
 SCALINGS = ("linear", "llama3", "yarn")
 _LENGTH = "original_max_position_embeddings"
+
+
+def fields_without_effect(rope: RopeSpec) -> set[str]:
+    """Return the fields of RopeSpec that only other scalings read."""
+    read = {FIELD_OF[key] for key in _SCALING_KEYS.get(rope.scaling, ())}
+    return (set(FIELD_OF.values()) | {"mscale", "mscale_all_dim"}) - read - _MSCALE.get(rope.scaling, set())
 
 
 def read_rope(

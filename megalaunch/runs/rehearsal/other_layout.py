@@ -46,6 +46,7 @@ def _candidates(spec: RunSpec) -> Iterator[dict[str, int]]:
 def _with_sizes(spec: RunSpec, sizes: dict[str, int]) -> RunSpec:
     p = spec.parallel
     values: dict[str, Any] = {f"parallel.{axis}": size for axis, size in sizes.items()}
+    values |= {"parallel.ep": math.gcd(p.ep, sizes["tp"] * sizes["cp"] * sizes["dp"]), "parallel.etp": None}
     values |= {"parallel.dp_replicate": 1, "cluster.devices_per_node": math.prod(sizes.values())}
     if sizes["pp"] != p.pp:
         values |= _PLAIN_PIPELINE

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megalaunch.runs.rehearsal.small_experts import small_experts, small_latents
 from megalaunch.runs.rehearsal.small_layout import small_layout
 from megalaunch.runs.rehearsal.small_model import VOCABULARY, small_depth, small_lengths, small_widths
 from megalaunch.schema import RunSpec, with_values
@@ -44,10 +45,12 @@ def shrink(spec: RunSpec) -> Shrunk:
     layout = small_layout(spec)
     tp, pp, cp, dp = (layout[f"parallel.{axis}"] for axis in ("tp", "pp", "cp", "dp"))
     sequence_length = min(math.lcm(_TOKENS, 2 * cp * tp), spec.batch.sequence_length)
-    batch = _small_batch(spec, pp, dp)
+    batch, widths = _small_batch(spec, pp, dp), small_widths(spec, tp, cp)
     values = {
         **layout,
-        **small_widths(spec, tp, cp),
+        **widths,
+        **small_latents(spec),
+        **small_experts(spec, widths["model.hidden_size"], tp, layout["parallel.ep"]),
         **small_lengths(spec, sequence_length),
         **small_depth(spec, pp),
         **batch,

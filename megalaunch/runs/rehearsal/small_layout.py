@@ -22,6 +22,8 @@ def small_layout(spec: RunSpec) -> dict[str, Any]:
     p = spec.parallel
     sizes = {axis: getattr(p, axis) for axis in _MODEL_AXES}
     dp, replicas = _data_parallel(p, math.prod(sizes.values()))
+    if p.ep > 1 and sizes["tp"] * sizes["cp"] == 1:
+        dp = max(2, dp)  # otherwise no rank is left to hold other experts
     while math.prod(sizes.values()) * dp > MAX_WORKERS:
         axis = _largest(sizes, _smallest_cp(p))
         if axis is None:
@@ -30,6 +32,9 @@ def small_layout(spec: RunSpec) -> dict[str, Any]:
         sizes[axis] //= _smallest_factor(sizes[axis])
     values: dict[str, Any] = {f"parallel.{axis}": size for axis, size in sizes.items()}
     values |= {"parallel.dp": dp, "parallel.dp_replicate": replicas}
+    etp = None if p.etp is None else min(p.etp, 2)
+    stage_ranks = sizes["tp"] * sizes["cp"] * dp  # each of a stage's ranks has other tokens
+    values |= {"parallel.ep": math.gcd(p.ep, stage_ranks // math.gcd(stage_ranks, etp or 1)), "parallel.etp": etp}
     if p.hierarchical_context_parallel_sizes and sizes["cp"] != p.cp:
         values["parallel.hierarchical_context_parallel_sizes"] = (2, sizes["cp"] // 2)
     if p.microbatch_group_size_per_vp_stage is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalaunch.plan.pipeline_layout import expand_layout
 from megalaunch.plan.stages import virtual_stages
+from megalaunch.runs.rehearsal.small_experts import latent_head_dim, small_ffn
 from megalaunch.runs.rehearsal.small_layout import small_pipeline_layout
 from megalaunch.schema import RunSpec
 
@@ -21,19 +22,18 @@ def small_widths(spec: RunSpec, tp: int, cp: int) -> dict[str, Any]:
     """Return the widths of the model for `tp` and `cp` ranks: heads, hidden size, feed-forward size, vocabulary."""
     model = spec.model
     old_head = model.head_dim or model.hidden_size // model.num_attention_heads
-    head_dim = _small_head_dim(old_head, model.rope.fraction)
+    is_latent = model.mla.kv_lora_rank is not None
+    head_dim = latent_head_dim() if is_latent else _small_head_dim(old_head, model.rope.fraction)
     heads, groups = _small_heads(spec, tp, cp)
     hidden = heads * head_dim
     if model.hidden_size != model.num_attention_heads * old_head:  # heads are wider or narrower in total
         hidden = hidden * 2 if model.hidden_size > model.num_attention_heads * old_head else max(8, hidden // 2)
-    ratio = min(2.0, model.ffn_hidden_size / model.hidden_size)
-    unit = math.lcm(8, tp)
     values: dict[str, Any] = {
         "model.head_dim": head_dim,
         "model.num_attention_heads": heads,
         "model.num_query_groups": groups,
         "model.hidden_size": hidden,
-        "model.ffn_hidden_size": max(1, round(ratio * hidden / unit)) * unit,
+        "model.ffn_hidden_size": small_ffn(model.ffn_hidden_size, model.hidden_size, hidden, tp),
         "model.vocab_size": VOCABULARY + bool((model.vocab_size or 0) % spec.parallel.tp),  # padded as before
     }
     pairs = int(head_dim * model.rope.fraction) // 2

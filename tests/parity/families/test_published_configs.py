@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from published_configs import NO_SHAPE, published_configs
 
 from megalaunch.engine.checkpoint.verify_config import shrink_config, verify_config
 from megalaunch.importers.huggingface.ignored_keys import ignore_reason
-from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config, to_hf_config
+from megalaunch.importers.huggingface.registry import FamilyError, differences, from_hf_config, to_hf_config
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
@@ -52,6 +53,16 @@ def test_there_are_some_sixty_and_every_family():
 def test_it_is_read_and_written(name):
     model = from_hf_config(PUBLISHED[name], name)
     assert from_hf_config(to_hf_config(model), name) == model
+
+
+@pytest.mark.parametrize("name", ["NousResearch/Yarn-Llama-2-7b-64k", "unsloth/Llama-3.2-1B-Instruct"])
+def test_a_model_of_pretraining_is_written_without_the_scaling_that_comes_later(name):
+    """Recipes of pre-training set rope.scaling=none alone; the values that only the scaling reads stay."""
+    model = from_hf_config(PUBLISHED[name], name)
+    unscaled = replace(model, rope=replace(model.rope, scaling="none"))
+    assert to_hf_config(unscaled)["rope_scaling"] is None
+    assert from_hf_config(to_hf_config(unscaled), name).rope.factor == 1
+    assert len(differences(model, replace(model, rope=replace(model.rope, factor=3.0)))) == 1  # a scaling reads it
 
 
 def test_a_key_that_changes_nothing_is_noted_and_one_that_might_is_refused():

@@ -9,6 +9,7 @@ from made_specs import resolved
 
 from megalaunch.config.recipes import PACKAGED
 from megalaunch.plan.check import check
+from megalaunch.plan.layers import list_layers
 from megalaunch.plan.stages import build_stages, virtual_stages
 from megalaunch.plan.supported import not_trained
 from megalaunch.plan.world import resolved_world_size
@@ -24,7 +25,12 @@ SIZES = {
     *("model.num_attention_heads", "model.num_query_groups", "model.max_position_embeddings"),
     *("model.sliding_window", "model.sliding_window_pattern", "model.no_rope_layer_interval"),
     *("model.rope.short_factors", "model.rope.long_factors", "model.rope.original_positions"),
+    *("model.moe.num_experts", "model.moe.top_k", "model.moe.num_groups", "model.moe.top_k_groups"),
+    *("model.moe.ffn_hidden_size", "model.moe.shared_ffn_hidden_size", "model.moe.first_k_dense_replace"),
+    *("model.mla.kv_lora_rank", "model.mla.q_lora_rank", "model.mla.qk_nope_head_dim"),
+    *("model.mla.qk_rope_head_dim", "model.mla.v_head_dim", "model.moe.layer_freq"),
     *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "parallel.dp_replicate", "parallel.vpp"),
+    *("parallel.ep", "parallel.etp"),
     *("parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"),
     *("parallel.pipeline_layout", "parallel.hierarchical_context_parallel_sizes"),
     "parallel.microbatch_group_size_per_vp_stage",
@@ -81,12 +87,16 @@ def require_valid_rehearsal(spec):
     assert errors_of(small) == []
     assert resolved_world_size(small.cluster) <= MAX_WORKERS
     assert small.model.num_layers <= spec.model.num_layers
-    for axis in ("tp", "pp", "cp"):
+    for axis in ("tp", "pp", "cp", "ep"):
         assert (getattr(small.parallel, axis) > 1) == (getattr(spec.parallel, axis) > 1)
     assert (virtual_stages(small) > 1) == (virtual_stages(spec) > 1)
     assert small.parallel.schedule == spec.parallel.schedule
     model, was = small.model, spec.model
     assert (model.num_query_groups < model.num_attention_heads) == (was.num_query_groups < was.num_attention_heads)
+    if was.moe.num_experts is not None:
+        assert model.moe.top_k < model.moe.num_experts
+        assert (model.moe.num_groups is None) == (was.moe.num_groups is None)
+        assert {layer.experts for layer in list_layers(model)} == {layer.experts for layer in list_layers(was)}
     if was.sliding_window is not None:
         assert (model.sliding_window < small.batch.sequence_length) == (was.sliding_window < spec.batch.sequence_length)
     small = with_values(small, {"data.mock": True, "data.corpus": None, "train.sample_prompt": None})
