@@ -159,7 +159,7 @@ class Rehearsal:
 def describe_layout(spec: RunSpec) -> str:
     """Return the axes of a layout with more than one rank: `tp4 pp4`."""
     p = spec.parallel
-    axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": p.dp or 1}
+    axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": p.dp or 1, "ep": p.ep, "etp": p.etp or 1}
     return " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "one process"
 
 

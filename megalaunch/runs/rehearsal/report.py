@@ -15,7 +15,7 @@ from megalaunch.runs.rehearsal.shrink import Change, Shrunk
 from megalaunch.runs.rehearsal.small_data import data_changes
 from megalaunch.schema import RunSpec
 
-_AXES = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.dp")
+_AXES = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.ep", "parallel.etp")
 
 
 def difference_lines(shrunk: Shrunk) -> list[str]:

@@ -14,6 +14,8 @@ from megalaunch.plan.stages import build_stages, virtual_stages
 from megalaunch.plan.supported import not_trained
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.runs.rehearsal.other_layout import other_layout
+from megalaunch.runs.rehearsal.phases import describe_layout
+from megalaunch.runs.rehearsal.report import reduced_lines
 from megalaunch.runs.rehearsal.shrink import shrink
 from megalaunch.runs.rehearsal.small_layout import MAX_WORKERS, small_pipeline_layout
 from megalaunch.schema import with_values
@@ -134,6 +136,14 @@ def test_of_equal_ranks_a_few_are_played():
     assert (p.cp, p.dp) == (2, 2)
     p = shrink(trained_spec(*LAYOUTS["hsdp"])).spec.parallel
     assert (p.dp, p.dp_replicate) == (4, 2)
+
+
+def test_ranks_with_other_experts_are_played():
+    shrunk = shrink(trained_spec("recipe=mixtral_8x7b"))
+    p = shrunk.spec.parallel
+    assert (p.pp, p.dp, p.ep, p.vpp) == (4, 2, 2, 2)
+    assert describe_layout(shrunk.spec) == "pp4 dp2 ep2"
+    assert reduced_lines(shrunk.changes)[0].startswith("fewer equal ranks: dp 8 -> 2, ep 8 -> 2;")
 
 
 def test_of_many_virtual_stages_two_are_played():
