@@ -104,6 +104,9 @@ def value_of(override: str):
 @example(("tiny", {"data.blend": ("2 x", "0"), "data.corpus": None}), LAPTOP, "validate")
 @example(("tiny", {"parallel.tp": 10**9, "cluster.nodes": 3, "cluster.devices_per_node": 7}), LAPTOP, "train")
 @example(("tiny", {"parallel.cp_comm_type": ()}), LAPTOP, "validate")
+@example(("tiny", {"parallel.ep": 10**9}), LAPTOP, "train")  # no suggestion of a cluster is sought among 10**9
+@example(("tiny", {"parallel.dp_replicate": 10**9}), LAPTOP, "train")
+@example(("tiny", {"parallel.etp": 10**9, "parallel.pp": 16, "batch.global_batch_size": 8}), LAPTOP, "validate")
 @given(SPECS, MACHINES, st.sampled_from(["validate", "train"]))
 def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purpose):
     recipe, values = drawn

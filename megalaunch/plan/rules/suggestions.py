@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import gcd
 
 from megalaunch.plan.batch import batch_gcd
 from megalaunch.plan.rules.registry import Fix, RuleContext
 from megalaunch.plan.world import smallest_world
 
-_SPAN = 1024  # the largest distance searched
+_SPAN = 1024  # candidates tried on each side
 _wanted: ContextVar[bool] = ContextVar("fixes are wanted", default=True)
 
 
@@ -62,6 +63,9 @@ def other_clusters(at: RuleContext) -> Iterator[Fix]:
         return world % unit == 0 and samples % (world // at.model_parallel_size) == 0
 
     yield from nearest("cluster.nodes", nodes, lambda n: legal(n * per_node), 1)
-    fewer = next((n for n in range(per_node - 1, 0, -1) if legal(nodes * n)), None)
+    step = unit // gcd(unit, nodes)  # so many devices more per node are a multiple of `unit` more in all
+    largest = (per_node - 1) // step * step
+    candidates = range(largest, max(largest - _SPAN * step, 0), -step)
+    fewer = next((n for n in candidates if legal(nodes * n)), None)
     if fewer is not None:
         yield {"cluster.devices_per_node": fewer}
