@@ -67,7 +67,8 @@ def router_losses(
 ) -> RouterLosses:
     """Return the losses of one microbatch, each with its coefficient.
 
-    With c_e the tokens of expert e, p_te the scores of token t, normalized to a sum of 1, and N tokens:
+    With c_e the tokens that have expert e among their best k scores (`counts_BE`, [B, E]), p_te the scores of token
+    t, normalized to a sum of 1, and N tokens:
 
         balance = coeff E / (k N^2) sum_e c_e sum_t p_te      (Fedus et al. 2021; Megatron-LM)
         z       = coeff / N sum_t logsumexp_e(logits_te)^2    (Zoph et al. 2022)

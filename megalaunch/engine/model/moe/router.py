@@ -59,11 +59,23 @@ class Router(nn.Module):
         )
         if torch.is_grad_enabled():
             counts_BE = count_tokens(expert_ids_Tk, config.num_experts, sequences)
-            losses = router_losses(config, self.balancing, logits_TE, scores_TE, counts_BE)
+            best_BE = self.count_best(scores_TE.detach(), counts_BE)
+            losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE)
             self.load.record(counts_BE, losses, self.balancing.microbatches)
             if losses.attached:
                 weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
         return Routing(expert_ids_Tk, weights_Tk)
+
+    def count_best(self, scores_TE: Tensor, chosen_BE: Tensor) -> Tensor:
+        """Return how often each expert is among the best k of all scores, [B, E]; `chosen_BE`: how often it is chosen.
+
+        They differ where the expert bias or groups decide on the choice; the balance loss is about the scores
+        (DeepSeek-V3 report, equation 18; Megatron-LM).
+        """
+        config = self.config
+        if config.balance_loss == "none" or (self.expert_bias is None and config.num_groups is None):
+            return chosen_BE
+        return count_tokens(top_k_stable(scores_TE, config.top_k), config.num_experts, chosen_BE.shape[0])
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         """Return the experts [T, k] of each token."""

@@ -115,6 +115,21 @@ def test_the_bias_changes_the_choice_and_not_the_weights():
     assert weights.tolist()[0] == pytest.approx([2 * 0.5 / 0.7, 2 * 0.2 / 0.7])
 
 
+def test_the_bias_does_not_change_the_balance_loss():
+    """The loss is about the scores; the load that the bias is updated by is about the choice."""
+    config = replace(CONFIG, score="sigmoid", balance_loss="batch", balance_bias=True)
+    router = Router(6, config)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(SEQUENCES * LENGTH, 6)
+    router(x, SEQUENCES)
+    plain = router.load.take(x.device)
+    router.expert_bias[0] = 10  # every token's
+    router(x, SEQUENCES)
+    biased = router.load.take(x.device)
+    assert biased[0] == SEQUENCES * LENGTH != plain[0]
+    assert biased[-2] == plain[-2] > 0
+
+
 def test_only_experts_of_the_best_groups_are_chosen():
     scores = torch.tensor([[0.9, 0.1, 0.5, 0.45, 0.6, 0.2]])  # groups: 1.0, 0.95, 0.8
     masked = mask_other_groups(scores, 3, 1, 2)
