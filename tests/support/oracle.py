@@ -6,7 +6,7 @@ after three AdamW steps to 1e-5 of their largest value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -35,6 +35,8 @@ from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, build_run_spec
 
 STEPS, WARMUP = 3, 2
+Prepare = Callable[[Decoder | ModelParts], None]
+"""Changes a model's initial weights."""
 VOCABULARY, SEQUENCE = 61, 16  # tokens of an odd vocabulary; a length that context-parallel ranks can share
 
 
@@ -125,12 +127,12 @@ class Numbers:
     validation: float
 
 
-def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
+def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
     """The reference: no sharding, no accumulation, torch's own loss, clipping and AdamW."""
     model = build_decoder(spec.model)
     init_weights(model, spec.train.seed)
-    if shaken:
-        shake(model)
+    if prepare is not None:
+        prepare(model)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": spec.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0}]
@@ -198,12 +200,12 @@ class _NotingAdamW(NamedAdamW):
         super().step(rate, divisor)
 
 
-def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> Numbers | None:
+def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None = None) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
-    if shaken:
-        shake(model)
+    if prepare is not None:
+        prepare(model)
     optimizer = _NotingAdamW(model, spec)
     samples = samples_of(spec)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec.batch.global_batch_size, mesh), mesh.device)
@@ -222,16 +224,16 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
     return numbers if speaks else None
 
 
-def hold_to_one_process(spec: RunSpec, shaken: bool = False, timeout: float = 120) -> None:
+def hold_to_one_process(spec: RunSpec, prepare: Prepare | None = None, timeout: float = 120) -> None:
     """The layout's numbers by as many ranks as it takes, held to the reference of the same spec."""
-    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True, shaken, timeout=timeout)
-    assert_same(joined_stages(every), _reference(_without_layout(spec), shaken))
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True, prepare, timeout=timeout)
+    assert_same(joined_stages(every), _reference(_without_layout(spec), prepare))
 
 
 @lru_cache(maxsize=64)
-def _reference(spec: RunSpec, shaken: bool) -> Numbers:
+def _reference(spec: RunSpec, prepare: Prepare | None) -> Numbers:
     """The one process of many layouts, computed once: it costs as much as a rank."""
-    return one_process(spec, shaken)
+    return one_process(spec, prepare)
 
 
 def _without_layout(spec: RunSpec) -> RunSpec:

@@ -31,14 +31,32 @@ MODEL: Layout = {
 _DEGREES = (1, 2, 4)
 _SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+# Losses of balancing depend on what a microbatch is, which the one process has no notion of: none here.
+_MIXTURES: tuple[Layout, ...] = (
+    {"num_experts": 4, "top_k": 2},
+    {
+        "num_experts": 8,
+        "top_k": 3,
+        "ffn_hidden_size": 16,
+        "shared_ffn_hidden_size": 16,
+        "first_k_dense_replace": 1,
+        "score": "sigmoid",
+        "num_groups": 4,
+        "top_k_groups": 2,
+        "group_score_top_k": 2,
+    },
+)
 _EXCHANGES = ("p2p", "allgather", "a2a", "a2a+p2p")
 
 
 def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Layout]:
-    """Layouts without end, the same for the same seed; `fixed` values are in each of them (and may rule some out)."""
-    source = random.Random(seed)
+    """Layouts without end, the same for the same seed; `fixed` values are in each of them (and may rule some out).
+
+    With `model__moe` among them, experts are spread too.
+    """
+    source, spreading = random.Random(seed), random.Random(f"{seed}, experts")
     while True:
-        layout = {**_drawn(source), **fixed}
+        layout = {**_drawn(source), **(_spread(spreading) if "model__moe" in fixed else {}), **fixed}
         if ranks_of(layout) <= most_ranks and _allowed(layout):
             yield layout
 
@@ -46,8 +64,11 @@ def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Lay
 def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
     """Layouts each with an awkward model, recomputation and packed documents of its own."""
     source, dealing = random.Random(seed), random.Random(f"{seed}, dealt by length")
+    spreading = random.Random(f"{seed}, experts")
     while True:
         run = {**_drawn(source), **dict(_awkward(source)), **_uneven(source)}
+        if spreading.random() < 0.5:  # more than half of these are refused
+            run |= {"model__moe": spreading.choice(_MIXTURES), **_spread(spreading)}
         if run["data__reset_attention_mask"] and run.get("parallel__cp_comm_type") == "p2p" and dealing.random() < 0.5:
             run["parallel__dynamic_context_parallel"] = True
         if ranks_of(run) <= most_ranks and _allowed(run):
@@ -76,11 +97,11 @@ def ranks_of(layout: Layout) -> int:
 
 def name_of(layout: Layout) -> str:
     """`dp2 tp2, sequence_parallel True`: for messages and the names of tests."""
-    axes = [f"{axis}{layout[key]}" for axis in ("dp", "pp", "cp", "tp") if layout[key := f"parallel__{axis}"] > 1]
-    rest = [
-        f"{key.split('__')[1]} {value}" for key, value in layout.items() if key[10:] not in ("dp", "pp", "cp", "tp")
-    ]
-    return ", ".join([" ".join(axes) or "one rank", *rest])
+    keys = {f"parallel__{axis}": axis for axis in ("dp", "pp", "cp", "tp", "ep", "etp")}
+    axes = [f"{axis}{layout[key]}" for key, axis in keys.items() if layout.get(key, 1) > 1]
+    moe = [f"{moe['num_experts']} experts"] if (moe := layout.get("model__moe")) else []
+    rest = [f"{key.split('__')[1]} {value}" for key, value in layout.items() if key not in {*keys, "model__moe"}]
+    return ", ".join([" ".join(axes) or "one rank", *moe, *rest])
 
 
 def _drawn(source: random.Random) -> Layout:
@@ -102,6 +123,15 @@ def _drawn(source: random.Random) -> Layout:
         if source.random() < 0.5:
             layout["parallel__vpp"] = 2
     return layout
+
+
+def _spread(source: random.Random) -> Layout:
+    """Any expert parallelism; refused where the ranks of a stage do not hold it."""
+    return {
+        "parallel__ep": source.choice((1, 2, 2, 4)),
+        "parallel__etp": source.choice((1, 1, 2)),
+        "parallel__moe_token_dispatcher_type": source.choice(("alltoall", "allgather")),
+    }
 
 
 def _awkward(source: random.Random) -> Iterator[tuple[str, Any]]:

@@ -115,11 +115,13 @@ QUICK = 1  # of the pairs drawn
 
 
 def pairs(count: int, seed: int) -> list[tuple[Layout, Layout]]:
-    """Pairs of layouts that differ; every second run has tied embeddings, on both sides."""
+    """Pairs of layouts that differ; every second run has tied embeddings, every third experts, on both sides."""
     found = []
     for number in range(count):
-        tied = {"model__tie_word_embeddings": number % 2 == 1}
-        layouts = random_layouts(seed + number, **tied)
+        model: Layout = {"model__tie_word_embeddings": number % 2 == 1}
+        if number % 3 == 1:
+            model["model__moe"] = {"num_experts": 4, "top_k": 2}
+        layouts = random_layouts(seed + number, **model)
         first = next(layouts)
         found.append((first, next(other for other in layouts if other != first)))
     return found

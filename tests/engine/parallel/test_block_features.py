@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from oracle import hold_to_one_process, small_spec
+from oracle import hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 
 # Each joins parts that some family has together, and more of them than any has.
@@ -94,7 +94,7 @@ AWKWARD = {  # larger weights than usual: caps, clamps and softmaxes that hardly
 def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **values: Any) -> None:
     values |= {f"model__{key}": value for key, value in features.items()}
     values |= {f"parallel__{key}": value for key, value in layout.items()}
-    hold_to_one_process(small_spec(**{**AWKWARD, **values}), shaken=True)
+    hold_to_one_process(small_spec(**{**AWKWARD, **values}), prepare=shake)
 
 
 # Quick: each part under sharded weights, and two families of most parts under a pipeline and a ring.

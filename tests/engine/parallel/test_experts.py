@@ -9,6 +9,7 @@ import torch
 from forked_ranks import run_ranks
 from looped_run import run_loop, ten_steps
 from oracle import assert_same, hold_to_one_process, joined_stages, on_ranks, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.rundir.jsonl import read_lines
@@ -48,9 +49,30 @@ LAYOUTS = {
 }
 
 
-def expert_spec(moe, **parallel):
+def expert_spec(moe, model=None, **parallel):
     layout = {f"parallel__{key}": value for key, value in ({"dp": 1} | parallel).items()}
-    return small_spec(model__moe=moe, model__num_layers=4, **layout)
+    return small_spec(model__moe=moe, model__num_layers=4, **(model or {}), **layout)
+
+
+LATENT = {
+    "model__mla": {
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "model__num_query_groups": 6,
+    "model__head_dim": 10,
+    "model__init_std": 0.2,
+}
+LATENT_LAYOUTS = {
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2tp2sp": {"tp": 2, "sequence_parallel": True, "ep": 2},
+    "ep2cp2": {"cp": 2, "ep": 2},
+    "ep2pp2": {"dp": 2, "ep": 2, "pp": 2, "schedule": "1f1b"},
+    "ep2 zero3": {"dp": 4, "ep": 2, "data_sharding": "optim_grads_params"},
+}
 
 
 @cache
@@ -67,6 +89,19 @@ def test_layouts_have_the_numbers_of_one_process(model, name):
     assert_same(joined_stages(every), alone(model))
 
 
+@cache
+def latent_alone():
+    """The same with latent attention."""
+    return joined_stages(run_ranks(1, on_ranks, expert_spec(DEEPSEEK, LATENT), True))
+
+
+@pytest.mark.parametrize("name", slow_but(list(LATENT_LAYOUTS), "ep2", "ep2tp2sp"))
+def test_latent_attention_and_experts_have_the_numbers_of_one_process(name):
+    spec = expert_spec(DEEPSEEK, LATENT, **LATENT_LAYOUTS[name])
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
+    assert_same(joined_stages(every), latent_alone())
+
+
 UNBALANCED = DEEPSEEK | {"balance_loss": "none", "balance_bias": False}
 
 
@@ -79,7 +114,8 @@ def test_one_rank_has_the_numbers_of_plain_torch(moe):
 def balanced_run(tmp_path_factory):
     """Ten steps with an expert bias that nothing stops, by the trainer."""
     moe = replace(MoESpec(), **DEEPSEEK | {"balance_bias_rate": 1e-4})
-    spec = replace(ten_steps(tmp_path_factory.mktemp("tokens")), checkpoint=CheckpointSpec(interval=5))
+    beside = CheckpointSpec(interval=5, async_save=True)
+    spec = replace(ten_steps(tmp_path_factory.mktemp("tokens")), checkpoint=beside)
     spec = replace(spec, model=replace(spec.model, moe=moe))
     root = tmp_path_factory.mktemp("whole")
     assert run_loop(spec, root).reason == "finished all 10 steps"
@@ -91,8 +127,9 @@ def steps_of(root):
     return [line for line in read_lines(RunDirectory(root).metrics) if "moe_load_max" in line]
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 1, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"dp": 1, "tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2"])
 def test_a_resumed_run_has_the_same_expert_bias(balanced_run, tmp_path, layout):
+    """Five steps under dp2, saved beside training, and five more under another layout, against ten under dp2."""
     spec, whole = balanced_run
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(RunDirectory(tmp_path / "run").checkpoint(10))

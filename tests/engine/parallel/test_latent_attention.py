@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oracle import hold_to_one_process, small_spec
+from oracle import hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 
 SPLIT: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence_parallel": True}
@@ -59,4 +59,4 @@ def _spec(**values: Any) -> Any:
 
 @pytest.mark.parametrize("name", slow_but(CASES, "tp2 pp2 dp2", "cp2 ring, packed", "tp2 recomputed"))
 def test_every_gradient_is_that_of_one_process(name):
-    hold_to_one_process(_spec(**CASES[name]), shaken=True)
+    hold_to_one_process(_spec(**CASES[name]), prepare=shake)

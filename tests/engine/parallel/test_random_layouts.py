@@ -35,3 +35,6 @@ def test_draws_are_various():
         assert {run[f"parallel__{axis}"] for run in runs} >= {1, 2}
     assert {run["recompute__granularity"] for run in runs} == {"none", "full", "selective"}
     assert any(run.get("parallel__dynamic_context_parallel") for run in runs)
+    experts = [run for run in runs if "model__moe" in run]
+    assert len(experts) > 30
+    assert {(run["parallel__ep"], run["parallel__etp"]) for run in experts} >= {(1, 1), (2, 1), (4, 1), (2, 2)}

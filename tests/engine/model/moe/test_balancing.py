@@ -105,6 +105,18 @@ def test_a_router_records_a_microbatch_once_and_nothing_in_evaluation():
     assert not router.load.take(x.device).any()
 
 
+def test_a_microbatch_adds_its_share_of_the_gradient():
+    gradients = []
+    for microbatches in (1, 4):
+        torch.manual_seed(0)
+        router = Router(6, replace(CONFIG, balance_loss="batch"), Balancing(microbatches))
+        torch.nn.init.normal_(router.weight)
+        (router(torch.randn(SEQUENCES * LENGTH, 6), SEQUENCES).weights_Tk * 0).sum().backward()
+        gradients.append(router.weight.grad)
+    assert gradients[0].any()
+    torch.testing.assert_close(gradients[1] * 4, gradients[0])
+
+
 def test_the_bias_changes_the_choice_and_not_the_weights():
     scores = torch.tensor([[0.5, 0.4, 0.3, 0.2]])
     router = Router(4, replace(CONFIG, num_experts=4, score="sigmoid", balance_bias=True))
