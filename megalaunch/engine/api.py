@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface, import_megatron
+from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface, import_megatron, upcycle
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
+from megalaunch.engine.checkpoint.upcycle import Upcycling
 from megalaunch.engine.inference.batch_generation import Completion, TextDelta
 from megalaunch.engine.inference.jobs import (
     Answer,
@@ -54,6 +55,7 @@ __all__ = [
     "ModelSource",
     "Sampling",
     "TextDelta",
+    "Upcycling",
     "answers_file",
     "deep_plan",
     "dtype_from_name",
@@ -72,6 +74,7 @@ __all__ = [
     "stream_text",
     "task_scores",
     "tokenize_prompts",
+    "upcycle",
     "validate_prompts",
     "write_job",
 ]

@@ -1,4 +1,4 @@
-"""`megalaunch convert`: weights from a Hugging Face folder or from Megatron, and weights into a folder."""
+"""`megalaunch convert`: weights from a Hugging Face folder or from Megatron, into a folder, and into experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Convert checkpoints from and to Hugging Face and from Megatron-LM, with numerical verification.",
+    help="Convert checkpoints from and to Hugging Face, from Megatron-LM and to experts, with numerical verification.",
 )
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -115,6 +115,41 @@ def import_megatron(
         report = api.import_megatron(source, model, output.expanduser(), vocab_size, _progress(output))
         typer.echo(f"read {directory}, iteration {source.iteration}")
         typer.echo(_verification_line(report))
+        typer.echo(f"wrote {output}")
+
+
+@app.command("upcycle", cls=ParametersCommand)
+def upcycle(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest.")],
+    output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts of every layer.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 2,
+    granularity: Annotated[int, typer.Option(min=1, help="Experts that a copy of a dense block is split into.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the routers.")] = 1234,
+) -> None:
+    """Convert a dense checkpoint to a mixture of experts, and verify that both give the same logits.
+
+    Every feed-forward block becomes copies of itself, as experts, with a random router. Experts differ once they are
+    trained. Optimizer states are not converted.
+    """
+    from megalaunch.runs.errors import fail
+
+    if not source.expanduser().is_dir():
+        fail(f"{source} is not a directory: name a run directory or one of its checkpoints/step_<number>")
+    with _convert_errors():
+        from megalaunch.engine import api
+
+        report = api.upcycle(
+            source.expanduser(),
+            api.Upcycling(experts, top_k, granularity, seed),
+            output.expanduser(),
+            report=lambda message: typer.echo(message, err=True),
+            wrote=_progress(output),
+        )
+        typer.echo(
+            f"verified: {report['compared']}: largest difference to the dense model "
+            f"{report['largest_difference']:.2g} (tolerance {report['tolerance']:.2g})"
+        )
         typer.echo(f"wrote {output}")
 
 

@@ -1,4 +1,4 @@
-"""Convert checkpoints: import from Hugging Face and Megatron, export to Hugging Face, each numerically verified."""
+"""Convert checkpoints: from Hugging Face and Megatron, to Hugging Face, and to experts, each numerically verified."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.import_checkpoint import write_imported_checkpoint
 from megalaunch.engine.checkpoint.import_huggingface import import_folder
-from megalaunch.engine.checkpoint.load_tensors import full_tensor
+from megalaunch.engine.checkpoint.load_tensors import checkpoint_reader
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.checkpoint.megatron_weights import MegatronWeights
 from megalaunch.engine.checkpoint.retention import find_checkpoint
-from megalaunch.engine.checkpoint.streaming_forward import Read
-from megalaunch.engine.checkpoint.verify_conversion import verify_logits
-from megalaunch.rundir.checkpoint.contents import WEIGHTS
-from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
+from megalaunch.engine.checkpoint.upcycle import UpcycledWeights, Upcycling
+from megalaunch.engine.checkpoint.verify_conversion import verify_equal_models, verify_logits
+from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.schema.model import ModelSpec
 
 # Upper bounds of the logit error from rounding weights to a dtype, relative to the largest logit. Measured errors are
@@ -50,7 +49,9 @@ def import_huggingface(folder: Path, checkpoint: Path, wrote: Wrote = _no_progre
     reports: list[dict[str, Any]] = []
 
     def compare(weights: HuggingFaceWeights, written: Path) -> dict[str, Any]:
-        reports.append(verify_logits(weights.model, folder, weights.read, _reader(written)) | {"notes": weights.notes})
+        reports.append(
+            verify_logits(weights.model, folder, weights.read, checkpoint_reader(written)) | {"notes": weights.notes}
+        )
         return reports[-1]
 
     import_folder(folder, checkpoint, compare, wrote)
@@ -84,20 +85,11 @@ def import_megatron(
     reports: list[dict[str, Any]] = []
 
     def compare(written: Path) -> dict[str, Any]:
-        reports.append(verify_logits(weights.model, None, weights.read, _reader(written)))
+        reports.append(verify_logits(weights.model, None, weights.read, checkpoint_reader(written)))
         return reports[-1]
 
     write_imported_checkpoint(weights, None, checkpoint, compare, wrote)
     return reports[-1]
-
-
-def _reader(written: Path) -> Read:
-    tensor_index = read_tensor_index(written)
-
-    def of_checkpoint(name: str) -> torch.Tensor:
-        return full_tensor(written, WEIGHTS + name, tensor_index, {})
-
-    return of_checkpoint
 
 
 def export_huggingface(
@@ -132,3 +124,42 @@ def export_huggingface(
 
     weights = StoredWeights(find_checkpoint(source, report))
     return export_folder(weights, Export(folder, dtype, max_shard_bytes), compare, wrote)
+
+
+def upcycle(
+    source: Path,
+    asked: Upcycling,
+    checkpoint: Path,
+    report: Callable[[str], None] = lambda message: None,
+    wrote: Wrote = _no_progress,
+) -> dict[str, Any]:
+    """Convert a dense checkpoint to a mixture of experts with the same logits, and verify it.
+
+    Args:
+        source: a checkpoint, or a run directory whose newest valid checkpoint is read.
+        asked: the experts to make.
+        checkpoint: the directory to create.
+        report: called with a message for every invalid checkpoint that is skipped.
+        wrote: progress callback in bytes.
+
+    Returns:
+        The verification report, also saved in the checkpoint as proof.json.
+
+    Raises:
+        ValueError: lists every reason why there is no such mixture.
+        CheckpointError: as `import_huggingface` and `find_checkpoint`.
+    """
+    require_new(checkpoint)
+    dense = StoredWeights(find_checkpoint(source, report))
+    weights = UpcycledWeights(dense, asked)
+    reports: list[dict[str, Any]] = []
+
+    def compare(written: Path) -> dict[str, Any]:
+        read = checkpoint_reader(written)
+        reports.append(verify_equal_models(dense.model, dense.read, weights.model, read))
+        return reports[-1]
+
+    tokenizer = dense.checkpoint / TOKENIZER_FILE
+    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
+    write_imported_checkpoint(weights, text, checkpoint, compare, wrote)
+    return reports[-1]

@@ -5,13 +5,14 @@ Uses neither a process group nor DCP, whose import takes longer than reading a s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, MappedFile
+from megalaunch.rundir.checkpoint.contents import WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, TensorIndex, read_tensor_index
 
 _SHOWN = 8  # names of tensors per error message
@@ -34,6 +35,12 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
         raise CheckpointError(f"the checkpoint {directory} has no {_listed(missing)}")
     files: dict[str, MappedFile] = {}
     return {name: full_tensor(directory, name, tensor_index, files) for name in wanted}
+
+
+def checkpoint_reader(checkpoint: Path) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a parameter of the decoder by its name."""
+    tensor_index = read_tensor_index(checkpoint)
+    return lambda name: full_tensor(checkpoint, WEIGHTS + name, tensor_index, {})
 
 
 def full_tensor(directory: Path, name: str, tensor_index: TensorIndex, files: dict[str, MappedFile]) -> torch.Tensor:

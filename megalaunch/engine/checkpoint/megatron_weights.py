@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.model.build import resolve_head_dim
 from megalaunch.engine.weight_maps.weight_mapping import WeightMapping, concat_rows, rename
-from megalaunch.importers.huggingface.registry import FAMILIES, FamilyError, to_hf_config
-from megalaunch.schema.model import GATED, Family, ModelSpec
+from megalaunch.importers.huggingface.registry import with_family
+from megalaunch.schema.model import GATED, ModelSpec
 
 # Norm names of Transformer Engine's fused layernorm-linear modules, and of Megatron's local layers.
 _INSIDE = {
@@ -39,7 +38,7 @@ class MegatronWeights(MappedWeights):
         if model.num_layers > len(checkpoint.tensors):  # before a decoder of that many layers is built
             raise CheckpointError(f"{checkpoint.directory} has fewer tensors than its {model.num_layers:,} layers need")
         self._apart = any(name.endswith(".input_layernorm.weight") for name in checkpoint.tensors)
-        super().__init__(checkpoint, _with_family(model), list(_pairs(model)))
+        super().__init__(checkpoint, with_family(model), list(_pairs(model)))
         problems = list(self.problems("its arguments expect"))
         rows_stored = model.vocab_size or 0
         if not 0 < (vocabulary or rows_stored) <= rows_stored:
@@ -64,18 +63,6 @@ class MegatronWeights(MappedWeights):
             for inside, apart in _INSIDE.items():
                 name = name.replace(inside, apart)
         return name
-
-
-def _with_family(model: ModelSpec) -> ModelSpec:
-    """Return the model with the family that can express it, so that it can be exported; unchanged if none can."""
-    for name in FAMILIES:
-        as_one = replace(model, family=cast(Family, name))
-        try:
-            to_hf_config(as_one)
-        except FamilyError:
-            continue
-        return as_one
-    return model
 
 
 def _pairs(model: ModelSpec) -> Iterator[WeightMapping]:

@@ -49,30 +49,39 @@ def verify_logits(
     if folder is not None:
         verification = verify_config(HuggingFaceFolder(folder).config)
     require_agreement(verification, "nothing was written")
-    generator = torch.Generator().manual_seed(20)
-    length = min(_LENGTH, model.max_position_embeddings)
-    probe = torch.randint(0, model.vocab_size or 1, (_ROWS, length), generator=generator)
+    probe = _random_tokens(model)
     ours = streamed_logits(model, of_checkpoint, probe)
     readable = folder is not None and verification.agrees and not _is_quantized(folder)
     theirs, reader = _reference_logits(model, folder if readable else None, of_folder, probe)
+    report = _require_close(ours, theirs, f"; the folder is read by {reader}", largest_fault)
+    about = {"reader_of_the_folder": reader, "verified": verification.agrees, "config": asdict(verification)}
+    return report | about
+
+
+def verify_equal_models(model: ModelSpec, read: Read, other: ModelSpec, read_other: Read) -> dict[str, Any]:
+    """Compare the logits of a model and another that computes the same; arguments and errors as `verify_logits`."""
+    probe = _random_tokens(model)
+    return _require_close(streamed_logits(other, read_other, probe), streamed_logits(model, read, probe))
+
+
+def _random_tokens(model: ModelSpec) -> Tensor:
+    generator = torch.Generator().manual_seed(20)
+    length = min(_LENGTH, model.max_position_embeddings)
+    return torch.randint(0, model.vocab_size or 1, (_ROWS, length), generator=generator)
+
+
+def _require_close(ours: Tensor, theirs: Tensor, reader: str = "", largest_fault: float = 0.0) -> dict[str, Any]:
+    """Return the report of a comparison. Raises CheckpointError if the logits differ by more than the tolerance."""
     difference = (ours - theirs).abs().max().item()
-    size = max(1.0, theirs.abs().max().item())
-    allowed = max(TOLERANCE, largest_fault) * size
-    report = {
-        "compared": f"logits of {_ROWS} x {length} random tokens, fp32",
-        "reader_of_the_folder": reader,
-        "largest_logit": theirs.abs().max().item(),
-        "largest_difference": difference,
-        "tolerance": allowed,
-        "verified": verification.agrees,
-        "config": asdict(verification),
-    }
+    largest = theirs.abs().max().item()
+    allowed = max(TOLERANCE, largest_fault) * max(1.0, largest)
+    compared = f"logits of {_ROWS} x {_LENGTH} random tokens, fp32"
     if not difference <= allowed:  # also if it is NaN
         raise CheckpointError(
             f"the models differ: logits by up to {difference:.3g}, the tolerance is {allowed:.3g} "
-            f"({report['compared']}; the folder is read by {reader}); nothing was written"
+            f"({compared}{reader}); nothing was written"
         )
-    return report
+    return {"compared": compared, "largest_logit": largest, "largest_difference": difference, "tolerance": allowed}
 
 
 def _reference_logits(model: ModelSpec, folder: Path | None, read: Read, probe: Tensor) -> tuple[Tensor, str]:

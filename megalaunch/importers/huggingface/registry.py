@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 from megalaunch.importers.huggingface import (
     deepseek_v2,
@@ -33,7 +33,7 @@ from megalaunch.importers.huggingface.rope import fields_without_effect
 from megalaunch.plan.attention_factor import attention_factor
 from megalaunch.plan.layers import list_layers
 from megalaunch.schema.build import SpecError, build_section
-from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.model import Family, ModelSpec
 from megalaunch.schema.rope import RopeSpec
 
 _DENSE = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
@@ -134,6 +134,18 @@ def to_hf_config(model: ModelSpec) -> dict[str, Any]:
     if lost:
         raise FamilyError([f"family {model.family} cannot express {difference}" for difference in lost])
     return config
+
+
+def with_family(model: ModelSpec) -> ModelSpec:
+    """Return the model with the first family that can express it, so that it can be exported; unchanged if none can."""
+    for name in FAMILIES:
+        as_one = replace(model, family=cast(Family, name))
+        try:
+            to_hf_config(as_one)
+        except FamilyError:
+            continue
+        return as_one
+    return model
 
 
 def family_of(model: ModelSpec) -> FamilySpec:

@@ -139,7 +139,7 @@ UNSUPPORTED: dict[str, str] = {
         export-moe-apply-probs-on-input
     """,
     "capacity is set per expert (--moe-expert-capacity-factor)": "moe-expert-rank-capacity-factor moe-paged-stash*",
-    "upcycling of dense checkpoints is not supported": "moe-use-upcycling moe-upcycling-*",
+    "a dense checkpoint is upcycled by megalaunch convert upcycle": "moe-use-upcycling moe-upcycling-*",
     "heterogeneous layers are not supported": "heterogeneous-layers-* enable-mhc-connections mhc-*",
     "sparse and linear attention are not supported": "experimental-attention-variant dsa-* linear-attention-freq",
     "each depth of multi-token prediction has its own layer": """
