@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -34,13 +35,42 @@ class Permutation:
 
 
 def sort_by_expert(expert_ids_Tk: Tensor, num_experts: int) -> tuple[Permutation, Tensor]:
-    """Return the order of all pairs by expert, and how many rows each expert has, int64 [E]."""
+    """Return the order of all pairs by expert, and how many rows each expert has, int64 [E].
+
+    Pairs with the id E have no expert: their rows come last and are not counted.
+    """
     ids = expert_ids_Tk.flatten()
     pairs_R = torch.argsort(ids, stable=True)
     numbers = torch.arange(ids.numel(), device=ids.device)
     rows_Tk = torch.empty_like(pairs_R).scatter_(0, pairs_R, numbers).view_as(expert_ids_Tk)
-    counts_E = ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
-    return Permutation(pairs_R, rows_Tk), counts_E
+    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
+    return Permutation(pairs_R, rows_Tk), counts[:num_experts]
+
+
+def keep_rows(permutation: Permutation, rows: int) -> Permutation:
+    """Return the order of the first `rows` rows, and one more row, which stands for all other pairs.
+
+    Callers remove that row of `permute`, and give `unpermute` zeros for it.
+    """
+    return Permutation(F.pad(permutation.pairs_R[:rows], (0, 1)), permutation.rows_Tk.clamp(max=rows))
+
+
+def pad_rows(permutation: Permutation, counts_E: Tensor, size: int) -> tuple[Permutation, Tensor]:
+    """Return an order with `size` rows for each expert, at least its number of pairs, and one more as `keep_rows`.
+
+    The second tensor, bool [E size], is True for the rows that pad. They hold the first token, and callers must ignore
+    what comes of them.
+    """
+    num_experts, (tokens, choices) = counts_E.shape[0], permutation.rows_Tk.shape
+    numbers_R = torch.arange(tokens * choices, device=counts_E.device)
+    ends_E = counts_E.cumsum(0)
+    expert_R = torch.searchsorted(ends_E, numbers_R, right=True)  # E for a pair without expert
+    starts = F.pad(ends_E - counts_E, (0, 1))
+    slots_R = (expert_R * size + numbers_R - starts[expert_R]).where(expert_R < num_experts, num_experts * size)
+    pairs = permutation.pairs_R.new_zeros(num_experts * size + 1).scatter_(0, slots_R, permutation.pairs_R)
+    pairs[-1] = 0
+    padding = torch.arange(size, device=counts_E.device) >= counts_E[:, None]
+    return Permutation(pairs, slots_R[permutation.rows_Tk]), padding.flatten()
 
 
 def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:

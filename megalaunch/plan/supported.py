@@ -47,7 +47,6 @@ class Limit:
 
 LIMITS = (
     Limit("model.moe.balance_loss", ("none", "batch", "sequence"), "a balance loss over the global batch"),
-    Limit("model.moe.capacity_factor", (None,), "a capacity of experts"),
     Limit("model.moe.input_jitter", (0.0,), "noise on the router's input"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.moe_token_dispatcher_type", ("alltoall", "allgather"), "DeepEP"),
@@ -85,8 +84,6 @@ CHIP_LIMIT = Limit(
 
 MEANINGLESS: Mapping[str, str] = MappingProxyType(
     {
-        "model.moe.drop_policy": "model.moe.capacity_factor",
-        "model.moe.pad_to_capacity": "model.moe.capacity_factor",
         "model.mtp.": "model.mtp.num_layers",
         "optimizer.momentum": "optimizer.name",
         "precision.fp8.": "precision.compute_dtype",

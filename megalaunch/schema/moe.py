@@ -9,6 +9,7 @@ from megalaunch.schema.setting import setting
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 BalanceLoss = Literal["none", "batch", "sequence", "global"]
+DropPolicy = Literal["probs", "position"]
 RouterDtype = Literal["fp32", "fp64", "bf16"]
 
 
@@ -51,7 +52,7 @@ class MoESpec:
     capacity_factor: float | None = setting(
         None, "Capacity of an expert: this times its even share of the tokens; null: unlimited.", minimum=0
     )
-    drop_policy: Literal["probs", "position"] = setting(
+    drop_policy: DropPolicy = setting(
         "probs", "Tokens that a full expert drops: those with the lowest probability, or the last."
     )
     pad_to_capacity: bool = setting(False, "Pad the input of each expert to its capacity.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,7 +82,17 @@ DEEPSEEK = (
         "moe_aux_loss_coeff": 0.3,
     },
 )
-LAYERS = {"softmax": SOFTMAX, "softmax before top-k": BEFORE_TOP_K, "deepseek": DEEPSEEK}
+# By position Megatron-LM takes the largest of equal numbers, so that the tokens depend on torch.topk's order of ties.
+CAPACITY = (
+    replace(SOFTMAX[0], capacity_factor=0.75),
+    SOFTMAX[1] | {"moe_expert_capacity_factor": 0.75},
+)
+LAYERS = {
+    "softmax": SOFTMAX,
+    "capacity": CAPACITY,
+    "softmax before top-k": BEFORE_TOP_K,
+    "deepseek": DEEPSEEK,
+}
 _THEIR_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 
 
@@ -100,8 +111,8 @@ def their_layer(options: dict[str, Any]) -> MegatronMoELayer:
         add_bias_linear=False,
         num_moe_experts=EXPERTS,
         moe_ffn_hidden_size=WIDTH,
-        moe_token_dispatcher_type="allgather",
         moe_router_dtype="fp32",
+        moe_token_dispatcher_type="allgather",
         **options,
         **WITHOUT_KERNELS,
     )
@@ -149,7 +160,7 @@ def both(config: MoEConfig, options: dict[str, Any]) -> list[dict[str, torch.Ten
     leaf = x_BSH.clone().requires_grad_()
     y_BSH = ours(leaf)
     y_BSH.backward(gradient_BSH)
-    *counts, balance, z = ours.router.load.take(x_BSH.device)
+    *counts, _, balance, z = ours.router.load.take(x_BSH.device)
     mine = {name: p.grad for name, p in ours.named_parameters()}
     mine |= {"output": y_BSH.detach(), "input": leaf.grad, "counts": torch.stack(counts), "balance": balance, "z": z}
 

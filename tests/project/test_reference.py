@@ -39,7 +39,6 @@ def test_a_key_without_which_nothing_is_trained_does_not_run():
     rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
     by_key = {line.split("`")[1]: line for line in rows}
     for key in (
-        "drop_policy",
         "amax_history_len",
         "hysteresis",
         "momentum",
@@ -47,6 +46,6 @@ def test_a_key_without_which_nothing_is_trained_does_not_run():
         "chip",
     ):
         assert not by_key[key].endswith("| all |"), by_key[key]
-    assert by_key["drop_policy"].endswith("| none: goes with `model.moe.capacity_factor` (a capacity of experts) |")
+    assert by_key["momentum"].endswith("| none: goes with `optimizer.name` (other optimizers) |")
     assert by_key["num_layers"].endswith("|")
     assert by_key["hidden_size"].endswith("| all |")

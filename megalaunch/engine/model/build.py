@@ -136,6 +136,9 @@ def _moe(model: ModelSpec) -> MoEConfig | None:
         balance_loss=moe.balance_loss,
         balance_loss_coeff=moe.balance_loss_coeff,
         z_loss_coeff=moe.z_loss_coeff,
+        capacity_factor=moe.capacity_factor,
+        drop_policy=moe.drop_policy,
+        pad_to_capacity=moe.pad_to_capacity,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.schema.model import Activation
-from megalaunch.schema.moe import BalanceLoss, RouterDtype, ScoreFunction
+from megalaunch.schema.moe import BalanceLoss, DropPolicy, RouterDtype, ScoreFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,9 @@ class MoEConfig:
     balance_loss: BalanceLoss = "none"
     balance_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
+    capacity_factor: float | None = None
+    drop_policy: DropPolicy = "probs"
+    pad_to_capacity: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,10 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, all_to_all_v_async, reduce_scatter_async
 from megalaunch.engine.dtensor import shard_expert_param
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.moe.dispatcher import Dispatched
+from megalaunch.engine.model.moe.dispatcher import Dispatched, SortedRows
+from megalaunch.engine.model.moe.routing import Routing
 from megalaunch.engine.param_layout import get_param_layout
-from megalaunch.kernels.permute import Permutation, permute, sort_by_expert, unpermute
+from megalaunch.kernels.permute import keep_rows, permute, sort_by_expert, unpermute
 
 RowCounts = Callable[[Tensor, int], list[list[int]]]
 """Reads numbers of rows [parts, ranks] to the host; a simulation has no values, and splits the given total evenly."""
@@ -80,30 +81,39 @@ class AllToAllDispatcher:
     blocks: ExpertBlocks
     row_counts: RowCounts = read_row_counts
 
-    def dispatch(self, x_TH: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Dispatched:
-        """Exchange row counts, then rows; sort the received ones, which come in the order of ranks, by expert."""
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
+        """Exchange row counts, then rows; sort the received ones, which come in the order of ranks, by expert.
+
+        Padded rows are as many on every rank, so that there are no counts to exchange or to read on the host.
+        """
         blocks = self.blocks
-        permutation, counts_E = sort_by_expert(expert_ids_Tk, blocks.num_experts)
-        sent_NL = counts_E.view(blocks.ep, -1).repeat_interleave(blocks.etp, dim=0)
-        received_NL = all_to_all_async(sent_NL, blocks.axis).wait()
-        totals = torch.stack([sent_NL.sum(1), received_NL.sum(1)])
-        sent, received = self.row_counts(totals, expert_ids_Tk.numel() * blocks.etp)
+        rows = SortedRows.of(routing, blocks.num_experts)
+        sent_NL = rows.counts_E.view(blocks.ep, -1).repeat_interleave(blocks.etp, dim=0)
+        if routing.padded_rows is not None:
+            received_NL = sent_NL
+            sent = received = [routing.padded_rows * blocks.num_local] * blocks.axis.size
+        else:
+            received_NL = all_to_all_async(sent_NL, blocks.axis).wait()
+            totals = torch.stack([sent_NL.sum(1), received_NL.sum(1)])
+            sent, received = self.row_counts(totals, routing.expert_ids_Tk.numel() * blocks.etp)
+            rows = rows.keep(sum(sent[:: blocks.etp])) if routing.drops else rows
         exchange = _Exchange.build(blocks.axis, sent, received, received_NL)
-        rows = permute(x_TH, permutation)
+        rows_RH = rows.collect(x_TH)
         if blocks.etp > 1:
-            rows = torch.cat([part for part in torch.split(rows, sent[:: blocks.etp]) for _ in range(blocks.etp)])
+            rows_RH = torch.cat([part for part in torch.split(rows_RH, sent[:: blocks.etp]) for _ in range(blocks.etp)])
         offsets_L = received_NL.sum(0).cumsum(0).to(torch.int32)
-        return Dispatched(apply_function(_SendRows, rows, exchange), offsets_L, (permutation, weights_Tk, exchange))
+        return Dispatched(apply_function(_SendRows, rows_RH, exchange), offsets_L, (rows, exchange))
 
     def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the outputs back, and sum them per token."""
-        permutation, weights_Tk, exchange = dispatched.state
+        rows, exchange = dispatched.state
+        assert isinstance(rows, SortedRows), "of another dispatcher"
         assert isinstance(exchange, _Exchange), "of another dispatcher"
-        rows = apply_function(_ReturnRows, y_RH, exchange)
+        y_RH = apply_function(_ReturnRows, y_RH, exchange)
         if (etp := self.blocks.etp) > 1:
-            parts = torch.split(rows, exchange.sent)
-            rows = torch.cat([torch.stack(parts[first : first + etp]).sum(0) for first in range(0, len(parts), etp)])
-        return unpermute(rows, permutation, weights_Tk)
+            parts = torch.split(y_RH, exchange.sent)
+            y_RH = torch.cat([torch.stack(parts[first : first + etp]).sum(0) for first in range(0, len(parts), etp)])
+        return rows.sum_up(y_RH)
 
 
 @dataclass(frozen=True)
@@ -113,19 +123,16 @@ class AllGatherDispatcher:
     blocks: ExpertBlocks
     row_counts: RowCounts = read_row_counts
 
-    def dispatch(self, x_TH: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         """All-gather tokens, expert ids and weights; keep the rows of this rank's experts, sorted by expert."""
         blocks = self.blocks
-        ids_Ak = all_gather_async(expert_ids_Tk, 0, blocks.axis).wait() - blocks.first
+        ids_Ak = all_gather_async(routing.expert_ids_Tk, 0, blocks.axis).wait() - blocks.first
         x_AH = apply_function(_AllGatherTokens, x_TH, blocks.axis)
-        weights_Ak = apply_function(_AllGatherTokens, weights_Tk, blocks.axis)
+        weights_Ak = apply_function(_AllGatherTokens, routing.weights_Tk, blocks.axis)
         is_local = (ids_Ak >= 0) & (ids_Ak < blocks.num_local)
-        permutation, counts = sort_by_expert(ids_Ak.where(is_local, blocks.num_local), blocks.num_local + 1)
-        counts_L = counts[: blocks.num_local]
+        permutation, counts_L = sort_by_expert(ids_Ak.where(is_local, blocks.num_local), blocks.num_local)
         ((rows,),) = self.row_counts(counts_L.sum().view(1, 1), ids_Ak.numel() // blocks.ep)
-        # One more row, R, stands for all pairs of experts on other ranks.
-        pairs = F.pad(permutation.pairs_R[:rows], (0, 1))
-        permutation = Permutation(pairs, permutation.rows_Tk.clamp(max=rows))
+        permutation = keep_rows(permutation, rows)
         offsets_L = counts_L.cumsum(0).to(torch.int32)
         return Dispatched(permute(x_AH, permutation)[:rows], offsets_L, (permutation, weights_Ak))
 

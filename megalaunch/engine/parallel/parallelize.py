@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalaunch.engine.collectives import all_reduce_async
+from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
 from megalaunch.engine.model.build import build_decoder
@@ -93,7 +93,8 @@ def parallelize_decoder(
         readers: Functions that read values or device memory, for a simulation to replace.
     """
     tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh, readers)
-    dispatcher, balancing = _make_dispatcher(spec, mesh, readers), _make_balancing(spec, mesh)
+    dispatcher = _make_dispatcher(spec, mesh, readers)
+    balancing = _make_balancing(spec, mesh, tp_region, context)
     parts = []
     for stage in build_stages(spec):
         if stage.rank != mesh.pp.rank:
@@ -144,14 +145,22 @@ def _make_tp_region(spec: RunSpec, mesh: Mesh) -> TPRegion:
     return TensorParallel(mesh.tp, p.sequence_parallel, p.tp_comm_overlap) if mesh.tp.size > 1 else NO_TP
 
 
-def _make_balancing(spec: RunSpec, mesh: Mesh) -> Balancing:
+def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: ContextParallelism) -> Balancing:
     """Return what routers need to know: the microbatches of a step, and the ranks that share their sequences."""
-    batch = spec.batch
+    batch, tp, cp = spec.batch, mesh.tp, mesh.cp
 
     def sum_counts(counts: Tensor) -> Tensor:
-        return all_reduce_async(all_reduce_async(counts, mesh.tp).wait(), mesh.cp).wait()
+        return all_reduce_async(all_reduce_async(counts, tp).wait(), cp).wait()
 
-    return Balancing(batch.global_batch_size // (batch.micro_batch_size or 1), sum_counts)
+    def gather_tokens(of_tokens: Tensor) -> Tensor:
+        return all_gather_async(all_gather_async(of_tokens, 0, tp).wait(), 0, cp).wait()
+
+    def position_ids(tokens: int, device: torch.device) -> Tensor:
+        return tp_region.scatter_to_sp(context.position_ids(tokens * tp.size, device))
+
+    microbatches = batch.global_batch_size // (batch.micro_batch_size or 1)
+    rank = cp.rank * tp.size + tp.rank
+    return Balancing(microbatches, tp.size * cp.size, rank, sum_counts, gather_tokens, position_ids)
 
 
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.model.moe.load import expert_counts
+from megalaunch.engine.model.moe.load import SUMS, expert_counts
 from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.schema.moe import MoESpec
 
@@ -24,12 +24,12 @@ def moe_layers(model: ModelParts) -> dict[int, MoELayer]:
 
 
 def take_expert_sums(model: ModelParts, device: torch.device) -> Tensor | None:
-    """Return this rank's sums of all layers with experts, fp64 [L, E + 2], and reset them; None for a dense model."""
+    """Return this rank's sums of all layers with experts, fp64 [L, E + 3], and reset them; None for a dense model."""
     config = model.config.moe
     if config is None:
         return None
     layers = moe_layers(model)
-    empty = torch.zeros(config.num_experts + 2, dtype=torch.float64, device=device)
+    empty = torch.zeros(config.num_experts + SUMS, dtype=torch.float64, device=device)
     total = len(_layers_with_experts(model))
     return torch.stack([layers[n].router.load.take(device) if n in layers else empty for n in range(total)])
 

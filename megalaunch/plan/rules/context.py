@@ -211,6 +211,21 @@ def dynamic_cp_dropout(at: RuleContext) -> Iterator[Violation]:
         yield _dynamic(at, message, {}, {f"model.{key}": 0.0 for key in rates})
 
 
+@rule("parallel.dynamic_cp_router", "With dynamic_context_parallel nothing in a router depends on samples.")
+def dynamic_cp_router(at: RuleContext) -> Iterator[Violation]:
+    """With documents assigned by length a rank has tokens of several samples, without their positions in them."""
+    moe = at.spec.model.moe
+    off: dict[str, object] = {}
+    if moe.balance_loss == "sequence":
+        off["balance_loss"] = "batch"
+    if moe.capacity_factor is not None:
+        off |= {"capacity_factor": None, "drop_policy": "probs", "pad_to_capacity": False}
+    if at.spec.parallel.dynamic_context_parallel and at.spec.parallel.cp > 1 and at.has_experts and off:
+        keys = " and ".join(f"moe.{key}" for key in off if key in ("balance_loss", "capacity_factor"))
+        message = f"dynamic_context_parallel mixes samples on a rank, but {keys} needs to know the sample of a token"
+        yield _dynamic(at, message, {}, {f"model.moe.{key}": value for key, value in off.items()})
+
+
 @rule("parallel.dynamic_cp_documents", "data.reset_attention_mask is on with dynamic_context_parallel.")
 def dynamic_cp_documents(at: RuleContext) -> Iterator[Violation]:
     """Without it attention crosses documents, and every sample has the same length."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 
 
 @rule("router.loss_coeff", "balance_loss and balance_loss_coeff are set together.")
@@ -31,20 +31,22 @@ def loss_coeff(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("router.balance", "A loss, a bias or a capacity balances the load of experts.")
+@rule("router.balance", "A loss or a bias balances the load of experts.")
 def balance(at: RuleContext) -> Iterator[Violation]:
-    """Otherwise a router soon sends most tokens to few experts (Shazeer et al. 2017)."""
+    """Otherwise a router soon sends most tokens to few experts (Shazeer et al. 2017). A capacity drops them."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
-    experts = moe.num_experts
-    if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.capacity_factor is None:
+    experts, drops = moe.num_experts, moe.capacity_factor is not None
+    if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias:
+        fix: Fix = {"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01}
         yield Violation(
             "model.moe.balance_loss",
-            f"the load of {experts} experts is not balanced: right for fine-tuning, not for pretraining",
+            f"the load of {experts} experts is not balanced: "
+            + ("full experts drop more and more tokens" if drops else "right for fine-tuning, not for pretraining"),
             {"num_experts": experts},
-            ({"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01},),
-            severity="note",
+            (fix, {"model.moe.capacity_factor": None}) if drops else (fix,),
+            severity="warning" if drops else "note",
         )
 
 
@@ -80,16 +82,16 @@ def pad_needs_capacity(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("router.pad_without_flex", "pad_to_capacity is off with moe_token_dispatcher_type=flex.")
-def pad_without_flex(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP sizes its buffers by the tokens that arrive."""
-    moe = at.spec.model.moe
+@rule("router.pad_needs_all_to_all", "pad_to_capacity is on only with moe_token_dispatcher_type=alltoall.")
+def pad_needs_all_to_all(at: RuleContext) -> Iterator[Violation]:
+    """DeepEP sizes its buffers by the tokens that arrive; after an all-gather each rank picks its rows."""
+    moe, dispatcher = at.spec.model.moe, at.spec.parallel.moe_token_dispatcher_type
     if moe.num_experts is None:
         return
-    if moe.pad_to_capacity and at.spec.parallel.moe_token_dispatcher_type == "flex":
+    if moe.pad_to_capacity and dispatcher != "alltoall":
         yield Violation(
             "model.moe.pad_to_capacity",
-            "pad_to_capacity is not supported with moe_token_dispatcher_type=flex",
+            f"pad_to_capacity is not supported with moe_token_dispatcher_type={dispatcher}",
             fixes=({"model.moe.pad_to_capacity": False}, {"parallel.moe_token_dispatcher_type": "alltoall"}),
         )
 

@@ -14,6 +14,7 @@ from oracle import small_spec
 
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
+from megalaunch.engine.model.moe.routing import Routing
 from megalaunch.engine.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher, ExpertBlocks
 from megalaunch.plan.topology import Topology
 
@@ -43,6 +44,7 @@ def all_to_the_last_rank(draw: torch.Generator, tokens: int) -> torch.Tensor:
     return torch.tensor([[EXPERTS - 1, EXPERTS - 2]]).expand(tokens, K)
 
 
+NO_DROPS = (False, None)
 ROUTES = (anywhere, all_to_two_experts, all_to_the_last_rank)
 
 
@@ -69,7 +71,9 @@ def in_one_place(tokens: Tokens) -> list[torch.Tensor]:
     return [y.detach(), *(leaf.grad for leaf in (x, weights, up, down))]
 
 
-def through(dispatcher: TokenDispatcher, tokens: Tokens, mine: slice, strided: bool) -> list[torch.Tensor]:
+def through(
+    dispatcher: TokenDispatcher, tokens: Tokens, mine: slice, strided: bool, drops: tuple[bool, int | None] = NO_DROPS
+) -> list[torch.Tensor]:
     """The same by this rank's tokens and experts."""
     blocks: ExpertBlocks = dispatcher.blocks
     x, weights = tokens.x[mine].clone().requires_grad_(), tokens.weights[mine].clone().requires_grad_()
@@ -79,7 +83,7 @@ def through(dispatcher: TokenDispatcher, tokens: Tokens, mine: slice, strided: b
     up = up[:, shard * width : (shard + 1) * width].clone().requires_grad_()
     down = down[..., shard * width : (shard + 1) * width].clone().requires_grad_()
     given = x.T.contiguous().T if strided else x
-    dispatched = dispatcher.dispatch(given, tokens.ids[mine], weights)
+    dispatched = dispatcher.dispatch(given, Routing(tokens.ids[mine], weights, *drops))
     ends = dispatched.offsets_E.tolist()
     assert dispatched.rows_RH.shape[0] == ends[-1]
     pieces = [dispatched.rows_RH[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -141,5 +145,35 @@ def test_ranks_may_have_different_numbers_of_tokens(ep, etp):
             found = through(AllToAllDispatcher(blocks), tokens, mine, strided=False)
             for mine_found, reference in zip(found, expected, strict=True):
                 torch.testing.assert_close(mine_found, reference, rtol=1e-5, atol=1e-5)
+
+    run_ranks(ep * etp, compare)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
+def test_dropped_pairs_go_nowhere(ep, etp):
+    """Every third pair has no expert. With padding each expert gets as many rows of each rank."""
+
+    def compare() -> None:
+        blocks = blocks_of(ep, etp)
+        mine = slice(blocks.axis.rank * TOKENS, (blocks.axis.rank + 1) * TOKENS)
+        for route in ROUTES:
+            tokens = tokens_of(route, ep * etp * TOKENS, torch.float32)
+            dropped = torch.arange(tokens.ids.numel()).view_as(tokens.ids) % 3 == 0
+            tokens.ids, tokens.weights = (
+                tokens.ids.masked_fill(dropped, EXPERTS),
+                tokens.weights.masked_fill(dropped, 0),
+            )
+            expected = expected_of(in_one_place(tokens), blocks, mine)
+            ways = [
+                (AllToAllDispatcher(blocks), (True, None)),
+                (AllToAllDispatcher(blocks), (True, TOKENS)),
+                (AllGatherDispatcher(blocks), (True, None)),
+            ]
+            for dispatcher, drops in ways:
+                found = through(dispatcher, tokens, mine, strided=False, drops=drops)
+                # A dropped pair has the weight 0 for good: the router masks the gradient of it.
+                found[2] = found[2].masked_fill(dropped[mine], 0)
+                for mine_found, reference in zip(found, expected, strict=True):
+                    torch.testing.assert_close(mine_found, reference, rtol=1e-5, atol=1e-5)
 
     run_ranks(ep * etp, compare)

@@ -83,6 +83,11 @@ CASES = {
         "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
     ),
     "parallel.dynamic_cp_dropout": Case("parallel=cp2 model.hidden_dropout=0.1", "parallel=cp2", DYNAMIC),
+    "parallel.dynamic_cp_router": Case(
+        "parallel=cp2 model.moe.capacity_factor=1",
+        "parallel=cp2",
+        (*DYNAMIC, "model.moe.num_experts=4", "model.moe.balance_loss=batch", "model.moe.balance_loss_coeff=0.01"),
+    ),
     "parallel.dynamic_cp_documents": Case("parallel=cp2 data.reset_attention_mask=false", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_comm_type": Case(
         "parallel=cp2 parallel.cp_comm_type=allgather", "parallel=cp2 parallel.cp_comm_type=p2p", DYNAMIC

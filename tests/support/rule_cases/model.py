@@ -144,8 +144,8 @@ ROUTER = {
     ),
     "router.loss_coeff": Case("model.moe.balance_loss_coeff=0", "model.moe.balance_loss_coeff=0.1", MIXTRAL),
     "router.balance": Case(
-        "model.moe.balance_loss=none model.moe.balance_loss_coeff=0",
         "model.moe.balance_loss=none model.moe.balance_loss_coeff=0 model.moe.capacity_factor=2",
+        "model.moe.capacity_factor=2",
         MIXTRAL,
     ),
     "router.precision": Case("model.moe.router_dtype=bf16", "model.moe.router_dtype=fp64", MIXTRAL),
@@ -155,7 +155,7 @@ ROUTER = {
     "router.pad_needs_capacity": Case(
         "model.moe.pad_to_capacity=true", "model.moe.pad_to_capacity=true model.moe.capacity_factor=1", MIXTRAL
     ),
-    "router.pad_without_flex": Case(
+    "router.pad_needs_all_to_all": Case(
         "parallel.moe_token_dispatcher_type=flex", "parallel.moe_token_dispatcher_type=alltoall",
         (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.ep=2", "model.moe.pad_to_capacity=true",
          "model.moe.capacity_factor=1"),

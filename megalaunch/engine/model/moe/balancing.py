@@ -18,22 +18,33 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import MoEConfig
 
 
-def _one_rank(counts: Tensor) -> Tensor:
-    return counts
+def _one_rank(of_tokens: Tensor) -> Tensor:
+    return of_tokens
+
+
+def _all_positions(tokens: int, device: torch.device) -> Tensor:
+    return torch.arange(tokens, device=device)
 
 
 @dataclass(frozen=True)
 class Balancing:
-    """What the losses of a router depend on besides its tokens.
+    """What the balance of a router depends on besides its tokens.
 
     Attributes:
         microbatches: Microbatches of the global batch, over all data-parallel ranks.
-        sum_counts: Sums counts over the ranks that share a microbatch's sequences (cp, and tp under sequence
-            parallelism). Collective.
+        num_ranks: Ranks that share a microbatch's sequences: cp, and tp under sequence parallelism.
+        rank: The index of this one.
+        sum_counts: Sums counts over these ranks. Collective.
+        gather_tokens: All-gathers values of tokens [T, ...] over these ranks, along tokens. Collective.
+        position_ids: Takes the number of this rank's tokens of a sequence; returns their positions in it.
     """
 
     microbatches: int = 1
+    num_ranks: int = 1
+    rank: int = 0
     sum_counts: Callable[[Tensor], Tensor] = _one_rank
+    gather_tokens: Callable[[Tensor], Tensor] = _one_rank
+    position_ids: Callable[[int, torch.device], Tensor] = _all_positions
 
 
 ONE_RANK = Balancing()

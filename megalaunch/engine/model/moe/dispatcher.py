@@ -6,13 +6,15 @@ Shapes: T tokens of this rank, k experts per token, R rows of this rank's expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.permute import Permutation, permute, sort_by_expert, unpermute
+from megalaunch.engine.model.moe.routing import Routing
+from megalaunch.kernels.permute import Permutation, keep_rows, pad_rows, permute, sort_by_expert, unpermute
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,59 @@ class Dispatched:
 class TokenDispatcher(Protocol):
     """Brings tokens to the ranks of their experts, and the weighted sums of the outputs back."""
 
-    def dispatch(self, x_TH: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         """Return the rows of this rank's experts. Collective over expert-parallel ranks."""
 
     def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, [R, H] -> [T, H]. Collective like `dispatch`."""
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """This rank's pairs of a token and an expert, as rows in the order of experts.
+
+    Attributes:
+        permutation: The order of rows; with `has_spare` one more row, for the pairs that have none.
+        counts_E: Rows of each expert, of all ranks' experts.
+        weights_Tk: The weight of each pair; 0 for a dropped one.
+        padding_R: True for rows without a pair that counts; None: there are none.
+        has_spare: The last row of the permutation stands for dropped pairs.
+    """
+
+    permutation: Permutation
+    counts_E: Tensor
+    weights_Tk: Tensor
+    padding_R: Tensor | None = None
+    has_spare: bool = False
+
+    @classmethod
+    def of(cls, routing: Routing, num_experts: int) -> SortedRows:
+        """Sort all pairs, dropped ones last; or pad each expert's rows to `routing.padded_rows`."""
+        permutation, counts_E = sort_by_expert(routing.expert_ids_Tk, num_experts)
+        if routing.padded_rows is None:
+            return cls(permutation, counts_E, routing.weights_Tk)
+        permutation, padding_R = pad_rows(permutation, counts_E, routing.padded_rows)
+        counts_E = torch.full_like(counts_E, routing.padded_rows)
+        return cls(permutation, counts_E, routing.weights_Tk, padding_R, has_spare=True)
+
+    def keep(self, rows: int) -> SortedRows:
+        """Return the first `rows` rows: all but those of dropped pairs."""
+        return replace(self, permutation=keep_rows(self.permutation, rows), has_spare=True)
+
+    def collect(self, x_TH: Tensor) -> Tensor:
+        """Return the token of each row, [T, H] -> [R, H]; padding is 0."""
+        rows_RH = permute(x_TH, self.permutation)
+        rows_RH = rows_RH[:-1] if self.has_spare else rows_RH
+        return self._without_padding(rows_RH)
+
+    def sum_up(self, y_RH: Tensor) -> Tensor:
+        """Return each token's weighted sum of its rows, [R, H] -> [T, H]."""
+        y_RH = self._without_padding(y_RH)
+        return unpermute(F.pad(y_RH, (0, 0, 0, 1)) if self.has_spare else y_RH, self.permutation, self.weights_Tk)
+
+    def _without_padding(self, rows_RH: Tensor) -> Tensor:
+        """Zero the rows that pad, and their gradients: experts leave both undefined behind their last offset."""
+        return rows_RH if self.padding_R is None else rows_RH.masked_fill(self.padding_R[:, None], 0)
 
 
 @dataclass(frozen=True)
@@ -46,14 +96,17 @@ class LocalDispatcher:
 
     num_experts: int
 
-    def dispatch(self, x_TH: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         """Sort the tokens by expert."""
-        permutation, counts_E = sort_by_expert(expert_ids_Tk, self.num_experts)
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
-        return Dispatched(permute(x_TH, permutation), offsets_E, (permutation, weights_Tk))
+        rows = SortedRows.of(routing, self.num_experts)
+        if routing.drops and rows.padding_R is None:
+            # The host does not know how many rows are left: those of dropped pairs, the last ones, count as padding.
+            numbers_R = torch.arange(rows.permutation.pairs_R.shape[0], device=x_TH.device)
+            rows = replace(rows, padding_R=numbers_R >= rows.counts_E.sum())
+        offsets_E = rows.counts_E.cumsum(0).to(torch.int32)
+        return Dispatched(rows.collect(x_TH), offsets_E, rows)
 
     def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum the outputs per token."""
-        permutation, weights_Tk = dispatched.state
-        assert isinstance(permutation, Permutation)
-        return unpermute(y_RH, permutation, weights_Tk)
+        assert isinstance(dispatched.state, SortedRows), "of another dispatcher"
+        return dispatched.state.sum_up(y_RH)

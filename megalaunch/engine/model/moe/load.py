@@ -14,22 +14,25 @@ from torch import Tensor, nn
 from megalaunch.engine.model.moe.balancing import RouterLosses
 from megalaunch.engine.torch_private import is_in_backward
 
-_LOSSES = 2  # balance loss and z-loss, behind the counts
+SUMS = 3  # dropped pairs, balance loss and z-loss, behind the counts
 
 
 class ExpertLoad:
-    """Counts of this rank's tokens by expert, and its parts of the router's losses, since the last `take`."""
+    """Since the last `take`: this rank's tokens by expert, its dropped pairs, and its parts of the router's losses."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
         self._sums: Tensor | None = None
 
-    def record(self, counts_BE: Tensor, losses: RouterLosses, microbatches: int) -> None:
-        """Add one microbatch; recomputation in the backward pass and evaluation add nothing."""
+    def record(self, counts_BE: Tensor, losses: RouterLosses, dropped: Tensor, microbatches: int) -> None:
+        """Add one microbatch; recomputation in the backward pass and evaluation add nothing.
+
+        `counts_BE` are those before any were dropped.
+        """
         if is_in_backward() or not torch.is_grad_enabled():
             return
         numbers = torch.stack((losses.balance, losses.z)).detach().double() / microbatches
-        sums = torch.cat((counts_BE.detach().sum(0).double(), numbers))
+        sums = torch.cat((counts_BE.detach().sum(0).double(), dropped.double()[None], numbers))
         self._sums = sums if self._sums is None else self._sums + sums
 
     def forget(self) -> None:
@@ -37,10 +40,10 @@ class ExpertLoad:
         self._sums = None
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the sums, fp64 [E + 2], and start again from 0."""
+        """Return the sums, fp64 [E + 3], and start again from 0."""
         sums = self._sums
         self.forget()
-        return torch.zeros(self._num_experts + _LOSSES, dtype=torch.float64, device=device) if sums is None else sums
+        return torch.zeros(self._num_experts + SUMS, dtype=torch.float64, device=device) if sums is None else sums
 
 
 def forget_load(model: nn.Module) -> None:
@@ -60,19 +63,22 @@ class ExpertStats:
         z_loss: The z-loss, likewise.
         load_max: Per layer with experts: tokens of the most loaded expert over the mean.
         load_entropy: Per layer: the entropy of the load over that of an even load, 0 to 1.
+        dropped: Per layer: the share of pairs of a token and an expert that full experts dropped, 0 to 1.
     """
 
     balance_loss: float
     z_loss: float
     load_max: list[float]
     load_entropy: list[float]
+    dropped: list[float]
 
     @classmethod
     def from_sums(cls, sums_LE: Tensor) -> ExpertStats:
-        """Summarize the layers' sums [L, E + 2] over all ranks."""
+        """Summarize the layers' sums [L, E + 3] over all ranks."""
         rows = sums_LE.cpu()
-        counts_LE, losses = rows[:, :-_LOSSES], rows[:, -_LOSSES:].sum(0)
-        shares_LE = counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)
+        counts_LE, dropped_L, losses = rows[:, :-SUMS], rows[:, -SUMS], rows[:, 1 - SUMS :].sum(0)
+        pairs_L = counts_LE.sum(1).clamp(min=1)
+        shares_LE = counts_LE / pairs_L[:, None]
         experts = shares_LE.shape[1]
         entropy_L = -torch.xlogy(shares_LE, shares_LE).sum(1) / max(math.log(experts), 1e-9)
         return cls(
@@ -80,9 +86,10 @@ class ExpertStats:
             z_loss=losses[1].item(),
             load_max=(shares_LE.amax(1) * experts).tolist(),
             load_entropy=entropy_L.tolist(),
+            dropped=(dropped_L / pairs_L).tolist(),
         )
 
 
 def expert_counts(sums_LE: Tensor) -> Tensor:
-    """Return the tokens of each expert, [L, E], of the layers' sums [L, E + 2]."""
-    return sums_LE[:, :-_LOSSES]
+    """Return the tokens of each expert, [L, E], of the layers' sums [L, E + 3]."""
+    return sums_LE[:, :-SUMS]

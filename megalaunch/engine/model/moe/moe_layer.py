@@ -47,7 +47,7 @@ class MoELayer(nn.Module):
         """Apply the block, as a function that the save policy may call again."""
         x_TH = x_BsH.flatten(0, 1)
         routing = self.router(x_TH, x_BsH.shape[0])
-        dispatched = self.dispatcher.dispatch(x_TH, routing.expert_ids_Tk, routing.weights_Tk)
+        dispatched = self.dispatcher.dispatch(x_TH, routing)
         y_RH = self.experts(dispatched.rows_RH, dispatched.offsets_E)
         y_BsH = self.dispatcher.combine(y_RH, dispatched).view_as(x_BsH)
         return y_BsH if self.shared_experts is None else y_BsH + self.share(x_BsH)

@@ -5,27 +5,24 @@ Shapes: T tokens, H hidden, E experts, k experts per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing, attach_loss, count_tokens, router_losses
+from megalaunch.engine.model.moe.capacity import limit_to_capacity
 from megalaunch.engine.model.moe.load import ExpertLoad
-from megalaunch.engine.model.moe.routing import expert_weights, mask_other_groups, score_experts, top_k_stable
+from megalaunch.engine.model.moe.routing import (
+    Routing,
+    expert_weights,
+    mask_other_groups,
+    score_experts,
+    top_k_stable,
+)
 from megalaunch.engine.param_layout import REPLICATED, local_param
 from megalaunch.kernels.matmul import linear
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The experts of each token: indices int64, and weights in the router's dtype, which carry its gradient."""
-
-    expert_ids_Tk: Tensor
-    weights_Tk: Tensor
 
 
 class Router(nn.Module):
@@ -57,14 +54,16 @@ class Router(nn.Module):
         weights_Tk = expert_weights(
             scores_TE, expert_ids_Tk, normalize=config.normalize_top_k, scaling_factor=config.scaling_factor
         )
-        if torch.is_grad_enabled():
-            counts_BE = count_tokens(expert_ids_Tk, config.num_experts, sequences)
-            best_BE = self.count_best(scores_TE.detach(), counts_BE)
-            losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE)
-            self.load.record(counts_BE, losses, self.balancing.microbatches)
-            if losses.attached:
-                weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
-        return Routing(expert_ids_Tk, weights_Tk)
+        if not torch.is_grad_enabled():
+            return Routing(expert_ids_Tk, weights_Tk)
+        counts_BE = count_tokens(expert_ids_Tk, config.num_experts, sequences)
+        best_BE = self.count_best(scores_TE.detach(), counts_BE)
+        losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE)
+        if losses.attached:
+            weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
+        routing = limit_to_capacity(config, self.balancing, Routing(expert_ids_Tk, weights_Tk), sequences)
+        self.load.record(counts_BE, losses, routing.count_dropped(config.num_experts), self.balancing.microbatches)
+        return routing
 
     def count_best(self, scores_TE: Tensor, chosen_BE: Tensor) -> Tensor:
         """Return how often each expert is among the best k of all scores, [B, E]; `chosen_BE`: how often it is chosen.

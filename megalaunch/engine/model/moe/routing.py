@@ -1,4 +1,4 @@
-"""The choice of a token's experts, as pure functions: scores, group limits and top-k.
+"""The choice of a token's experts, and the pure functions that make it: scores, group limits and top-k.
 
 Shapes: T tokens, E experts, k experts per token, G groups of experts.
 """
@@ -6,6 +6,7 @@ Shapes: T tokens, E experts, k experts per token, G groups of experts.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,27 @@ from torch import Tensor
 from megalaunch.schema.moe import ScoreFunction
 
 _EPSILON = 1e-20  # of normalized sigmoid scores, as in DeepSeek-V3 and Megatron-LM
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token.
+
+    Attributes:
+        expert_ids_Tk: int64; the number of experts in place of one that drops the token.
+        weights_Tk: In the router's dtype; they carry its gradient. 0 for a dropped pair.
+        drops: Experts have a capacity, so that pairs may be dropped.
+        padded_rows: The rows to which the input of each expert is padded; None: no padding.
+    """
+
+    expert_ids_Tk: Tensor
+    weights_Tk: Tensor
+    drops: bool = False
+    padded_rows: int | None = None
+
+    def count_dropped(self, num_experts: int) -> Tensor:
+        """Return the number of dropped pairs."""
+        return (self.expert_ids_Tk == num_experts).sum()
 
 
 def score_experts(logits_TE: Tensor, function: ScoreFunction) -> Tensor:

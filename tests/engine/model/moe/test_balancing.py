@@ -75,7 +75,7 @@ def test_parts_of_ranks_add_up_to_the_loss(logits):
     config = replace(CONFIG, balance_loss="sequence", z_loss_coeff=0.1)
     parts = [half.flatten(0, 1) for half in logits.view(SEQUENCES, LENGTH, EXPERTS).chunk(2, dim=1)]
     counts = sum(count_tokens(top_k_stable(part.softmax(-1), TOP_K), EXPERTS, SEQUENCES) for part in parts)
-    found = [losses_of(config, part, Balancing(1, lambda _: counts)) for part in parts]
+    found = [losses_of(config, part, Balancing(sum_counts=lambda _: counts)) for part in parts]
     whole = losses_of(config, logits)
     assert sum(part.balance for part in found).item() == pytest.approx(whole.balance.item(), rel=1e-5)
     assert sum(part.z for part in found).item() == pytest.approx(whole.z.item(), rel=1e-5)
@@ -155,8 +155,9 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_stats_of_a_step():
-    sums = torch.tensor([[4.0, 4, 4, 4, 0.5, 0.25], [16, 0, 0, 0, 1.0, 0.25]], dtype=torch.float64)
+    sums = torch.tensor([[4.0, 4, 4, 4, 0, 0.5, 0.25], [16, 0, 0, 0, 4, 1.0, 0.25]], dtype=torch.float64)
     stats = ExpertStats.from_sums(sums)
     assert (stats.balance_loss, stats.z_loss) == (1.5, 0.5)
     assert stats.load_max == [1.0, 4.0]
+    assert stats.dropped == [0.0, 0.25]
     assert stats.load_entropy == pytest.approx([1.0, 0.0])
