@@ -109,6 +109,68 @@ def test_every_tensor_arrives(saved, tensors):
     assert torch.equal(weights.read("norm.weight"), tensors["decoder.final_layernorm.weight"])
 
 
+EXPERTS, EXPERT, SHARED = 4, 6, 10
+EXPERT_ARGUMENTS = {
+    "num_experts": EXPERTS,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": EXPERT,
+    "moe_layer_freq": [0, 1],
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": SHARED,
+    "moe_shared_expert_gate": True,
+}
+
+
+def test_experts_arrive(tensors, tmp_path):
+    """Layer 1 has experts, and its norm apart, as Transformer Engine's layers have it."""
+    unstacked = {name: value for name, value in tensors.items() if "decoder.layers." not in name}
+    for name, value in tensors.items():
+        part = name.removeprefix("decoder.layers.")
+        if part != name:
+            unstacked |= {f"decoder.layers.{layer}.{part}": value[layer].clone() for layer in range(LAYERS)}
+    block = "decoder.layers.1.mlp."
+    norm = unstacked.pop(f"{block}linear_fc1.layer_norm_weight")
+    experts = {
+        "router.weight": torch.randn(EXPERTS, WIDTH),
+        "router.expert_bias": torch.randn(EXPERTS),
+        "experts.experts.linear_fc1.weight": torch.randn(EXPERTS, 2 * EXPERT, WIDTH),
+        "experts.experts.linear_fc2.weight": torch.randn(EXPERTS, WIDTH, EXPERT),
+        "shared_experts.linear_fc1.weight": torch.randn(2 * SHARED, WIDTH),
+        "shared_experts.linear_fc2.weight": torch.randn(WIDTH, SHARED),
+        "shared_experts.gate_weight": torch.randn(1, WIDTH),
+    }
+    dense = {f"{block}{name}.weight" for name in ("linear_fc1", "linear_fc2")}
+    kept = {name: value for name, value in unstacked.items() if name not in dense}
+    kept |= {block + name: value for name, value in experts.items()} | {
+        "decoder.layers.1.pre_mlp_layernorm.weight": norm
+    }
+    write(tmp_path / "megatron", kept, {**ARGUMENTS, **EXPERT_ARGUMENTS})
+    done = convert(tmp_path / "megatron", "--allow-pickle")
+    assert done.exit_code == 0, done.output
+    weights = StoredWeights(tmp_path / "ckpt")
+    moe = weights.model.moe
+    assert (moe.first_k_dense_replace, moe.score, moe.balance_bias, moe.normalize_top_k) == (1, "sigmoid", True, True)
+    gate_up, shared = experts["experts.experts.linear_fc1.weight"], experts["shared_experts.linear_fc1.weight"]
+    expected = {
+        "mlp_norm.weight": norm,
+        "mlp.router.weight": experts["router.weight"],
+        "mlp.router.expert_bias": experts["router.expert_bias"],
+        "mlp.experts.gate_proj.weight": gate_up[:, :EXPERT],
+        "mlp.experts.up_proj.weight": gate_up[:, EXPERT:],
+        "mlp.experts.down_proj.weight": experts["experts.experts.linear_fc2.weight"],
+        "mlp.shared_experts.gate_proj.weight": shared[:SHARED],
+        "mlp.shared_experts.up_proj.weight": shared[SHARED:],
+        "mlp.shared_experts.down_proj.weight": experts["shared_experts.linear_fc2.weight"],
+        "mlp.shared_expert_gate.weight": experts["shared_experts.gate_weight"],
+    }
+    for name, value in expected.items():
+        assert torch.equal(weights.read(f"layers.1.{name}"), value), name
+    assert torch.equal(
+        weights.read("layers.0.mlp.up_proj.weight"), tensors["decoder.layers.mlp.linear_fc1.weight"][0, INNER:]
+    )
+
+
 def test_pickles_are_read_only_when_allowed(saved):
     done = convert(saved)
     assert done.exit_code == 2
@@ -134,11 +196,11 @@ def test_every_fault_is_listed_and_nothing_written(tensors, tmp_path):
 
 
 def test_other_models_are_refused_by_argument(tensors, tmp_path):
-    changes = {"num_experts": 8, "multi_latent_attention": True}
+    changes = {"mtp_num_layers": 1, "multi_latent_attention": True}
     write(tmp_path / "megatron", tensors, {**ARGUMENTS, **changes})
     done = convert(tmp_path / "megatron", "--allow-pickle")
     assert done.exit_code == 4
-    assert "--num-experts 8: only plain GPT models" in done.output
+    assert "--mtp-num-layers 1: only plain GPT models" in done.output
     assert "--multi-latent-attention True" in done.output
 
 

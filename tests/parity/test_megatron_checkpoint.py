@@ -23,7 +23,16 @@ def convert(source: Path, output: Path, *arguments: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "stacked"), [("llama", 1, False), ("llama", 2, True), ("gpt", 1, True), ("gpt", 2, False)]
+    ("name", "ranks", "stacked"),
+    [
+        ("llama", 1, False),
+        ("llama", 2, True),
+        ("gpt", 1, True),
+        ("gpt", 2, False),
+        ("mixtral", 1, True),
+        ("mixtral", 2, False),
+        ("deepseek", 1, False),
+    ],
 )
 def test_logits_are_megatrons(name, ranks, stacked, tmp_path):
     theirs = save(name, tmp_path / "iter_0000007", ranks, stacked)

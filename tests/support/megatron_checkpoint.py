@@ -18,8 +18,9 @@ pytest.importorskip("megatron_model")
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_model import WITHOUT_KERNELS, _without_cuda
 
@@ -63,9 +64,24 @@ _GPT = {
     "rotary_percent": 1.0,
     "untie_embeddings_and_output_weights": False,
 }
-MODELS: dict[str, dict[str, Any]] = {"llama": _LLAMA, "gpt": _GPT}
+_MIXTRAL = {**_LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+_DEEPSEEK = {
+    **_LLAMA,
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+MODELS: dict[str, dict[str, Any]] = {"llama": _LLAMA, "gpt": _GPT, "mixtral": _MIXTRAL, "deepseek": _DEEPSEEK}
 # What a real run keeps beside: classes of its own among plain values.
-_BESIDE = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "num_experts": None, "lr": 1e-4}
+_BESIDE = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "lr": 1e-4}
 TOKENS = torch.randint(0, ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(4))
 
 
@@ -84,8 +100,9 @@ def _save(arguments: dict[str, Any], folder: Path, stacked: bool) -> torch.Tenso
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     model = _model(arguments, ranks, stacked)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases, too, are something else than ones and zeros
-            parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+        for tensor in (*model.parameters(), *biases):  # norms and biases, too, are something else than ones and zeros
+            tensor.add_(torch.empty_like(tensor).uniform_(-0.3, 0.3))
         if ranks > 1:
             _agree(model)
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
@@ -110,6 +127,24 @@ def _agree(model: Any) -> None:
             dist.broadcast(parameter.data, 0)
 
 
+def _experts(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config about experts, whose names are mostly those of the arguments."""
+    if "num_experts" not in arguments:
+        return {}
+    moe_utils.te_general_gemm = None  # a name that only Transformer Engine defines
+    named = {name: value for name, value in arguments.items() if name.startswith("moe_")}
+    beside = {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
+    return {"num_moe_experts": arguments["num_experts"], "moe_router_dtype": "fp32", **beside, **named}
+
+
+def _layers(config: TransformerConfig, given: Namespace) -> Any:
+    """The layers' modules: alike, or dense ones and others with experts."""
+    kinds = {"qk_layernorm": given.qk_layernorm, "normalization": given.normalization}
+    if config.num_moe_experts is None:
+        return get_gpt_layer_local_spec(**kinds)
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=given.normalization)
+
+
 def _model(arguments: dict[str, Any], ranks: int, stacked: bool) -> Any:
     given = Namespace(**arguments)
     config = TransformerConfig(
@@ -126,12 +161,13 @@ def _model(arguments: dict[str, Any], ranks: int, stacked: bool) -> Any:
         add_bias_linear=given.add_bias_linear,
         add_qkv_bias=given.add_qkv_bias,
         qk_layernorm=given.qk_layernorm,
+        **_experts(arguments),
         **WITHOUT_KERNELS,
         tensor_model_parallel_size=ranks,
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=given.qk_layernorm, normalization=given.normalization),
+        _layers(config, given),
         vocab_size=given.padded_vocab_size,
         max_sequence_length=given.max_position_embeddings,
         position_embedding_type=given.position_embedding_type,

@@ -13,8 +13,10 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.model.build import resolve_head_dim
+from megalaunch.engine.weight_maps.experts import concat_gate_up
 from megalaunch.engine.weight_maps.weight_mapping import WeightMapping, concat_rows, rename
 from megalaunch.importers.huggingface.registry import with_family
+from megalaunch.plan.layers import list_layers
 from megalaunch.schema.model import GATED, ModelSpec
 
 # Norm names of Transformer Engine's fused layernorm-linear modules, and of Megatron's local layers.
@@ -37,7 +39,8 @@ class MegatronWeights(MappedWeights):
             model = replace(model, vocab_size=rows.shape[0])
         if model.num_layers > len(checkpoint.tensors):  # before a decoder of that many layers is built
             raise CheckpointError(f"{checkpoint.directory} has fewer tensors than its {model.num_layers:,} layers need")
-        self._apart = any(name.endswith(".input_layernorm.weight") for name in checkpoint.tensors)
+        self._stored_names = frozenset(checkpoint.tensors)
+        self._apart = any(name.endswith(".input_layernorm.weight") for name in self._stored_names)
         super().__init__(checkpoint, with_family(model), list(_pairs(model)))
         problems = list(self.problems("its arguments expect"))
         rows_stored = model.vocab_size or 0
@@ -58,15 +61,16 @@ class MegatronWeights(MappedWeights):
         return {}
 
     def tensor_infos(self, name: str) -> str:
-        """Return the stored name. Megatron's local layers name norms separately from the linear layer."""
-        if self._apart:
-            for inside, apart in _INSIDE.items():
-                name = name.replace(inside, apart)
+        """Return the stored name. Local layers, and layers with experts, may name norms apart from the linear layer."""
+        for inside, apart in _INSIDE.items():
+            separate = name.replace(inside, apart)
+            if self._apart or separate in self._stored_names:
+                name = separate
         return name
 
 
 def _pairs(model: ModelSpec) -> Iterator[WeightMapping]:
-    """Yield the mappings of a dense GPT model, for norms in Transformer Engine's fused layers."""
+    """Yield the mappings of a GPT model, for norms in Transformer Engine's fused layers."""
     yield rename("embedding.word_embeddings.weight", "embedding.weight")
     if model.position_embedding == "learned":
         yield rename("embedding.position_embeddings.weight", "embedding.positions")
@@ -75,13 +79,16 @@ def _pairs(model: ModelSpec) -> Iterator[WeightMapping]:
         yield rename(f"decoder.final_layernorm.{part}", f"norm.{part}")
     if not model.tie_word_embeddings:
         yield rename("output_layer.weight", "head.weight")
-    for index in range(model.num_layers):
+    for index, layer in enumerate(list_layers(model)):
         theirs, ours = f"decoder.layers.{index}.", f"layers.{index}."
         for part in parts:
             yield rename(f"{theirs}self_attention.linear_qkv.layer_norm_{part}", f"{ours}attention_norm.{part}")
             yield rename(f"{theirs}mlp.linear_fc1.layer_norm_{part}", f"{ours}mlp_norm.{part}")
         yield from _attention(model, f"{theirs}self_attention.", f"{ours}attention.")
-        yield from _mlp(model, f"{theirs}mlp.", f"{ours}mlp.")
+        if layer.experts:
+            yield from _experts(model, f"{theirs}mlp.", f"{ours}mlp.")
+        else:
+            yield from _mlp(model, f"{theirs}mlp.", f"{ours}mlp.", model.ffn_hidden_size)
 
 
 def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
@@ -95,12 +102,32 @@ def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMappi
                 yield rename(f"{theirs}{name}_layernorm.{part}", f"{ours}{name}_norm.{part}")
 
 
-def _mlp(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
+def _mlp(model: ModelSpec, theirs: str, ours: str, width: int) -> Iterator[WeightMapping]:
     names = ["gate_proj", "up_proj"] if model.activation in GATED else ["up_proj"]
     for part in _parts(model.mlp_bias):
-        rows = [model.ffn_hidden_size] * len(names)
+        rows = [width] * len(names)
         yield concat_rows(f"{theirs}linear_fc1.{part}", [f"{ours}{name}.{part}" for name in names], rows)
         yield rename(f"{theirs}linear_fc2.{part}", f"{ours}down_proj.{part}")
+
+
+def _experts(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
+    """Map a layer of experts. torch_dist stacks them, [E, out, in], whether they are computed one by one or grouped."""
+    moe = model.moe
+    for part in _parts(moe.router_bias):
+        yield rename(f"{theirs}router.{part}", f"{ours}router.{part}")
+    if moe.balance_bias:
+        yield rename(f"{theirs}router.expert_bias", f"{ours}router.expert_bias")
+    for part in _parts(model.mlp_bias):
+        entry = f"{theirs}experts.experts.linear_fc1.{part}"
+        if model.activation in GATED:
+            yield concat_gate_up(entry, [f"{ours}experts.{name}.{part}" for name in ("gate_proj", "up_proj")])
+        else:
+            yield rename(entry, f"{ours}experts.up_proj.{part}")
+        yield rename(f"{theirs}experts.experts.linear_fc2.{part}", f"{ours}experts.down_proj.{part}")
+    if moe.shared_ffn_hidden_size:
+        yield from _mlp(model, f"{theirs}shared_experts.", f"{ours}shared_experts.", moe.shared_ffn_hidden_size)
+    if moe.shared_expert_gate:
+        yield rename(f"{theirs}shared_experts.gate_weight", f"{ours}shared_expert_gate.weight")
 
 
 def _parts(bias: bool) -> tuple[str, ...]:

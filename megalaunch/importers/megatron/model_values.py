@@ -180,7 +180,11 @@ def _experts(given: Arguments, values: Values) -> None:
         given.mark_unsupported("moe-router-score-function", "only softmax and sigmoid router scores are supported")
     else:
         values["model.moe.score"] = score
-    values["model.moe.normalize_top_k"] = score == "sigmoid" or not given.has("moe-router-pre-softmax")
+    if score == "sigmoid":
+        values["model.moe.normalize_top_k"] = given.integer("moe-router-topk", 2) != 1
+    else:
+        values["model.moe.normalize_top_k"] = not given.has("moe-router-pre-softmax")
+    values["model.moe.router_bias"] = not given.has("disable-bias-linear")
     router = given.value("moe-router-dtype")
     if router is not None:
         values["model.moe.router_dtype"] = router

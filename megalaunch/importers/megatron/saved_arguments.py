@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalaunch.importers.megatron.arguments import flag_keys, known_flags, parse_arguments
-from megalaunch.importers.megatron.flag_table import DIRECT
+from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, MANY
 from megalaunch.importers.megatron.model_values import model_values
 from megalaunch.schema.build import SpecError, build_section
 from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.paths import put
 
-# Arguments of models other than plain GPT, with the values that leave the model plain.
+# Arguments of models other than plain GPT (dense or with experts), with the values that leave the model plain.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "heterogeneous_layers_config_path": (None,),
@@ -31,6 +30,9 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "softmax_type": (None, "vanilla"),
     "glu_linear_offset": (None, 0, 0.0),
     "quick_geglu": (None, False),
+    "moe_latent_size": (None, 0),
+    "moe_apply_probs_on_input": (None, False),
+    "moe_router_topk_limited_devices": (None, 0),
 }
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -79,7 +81,7 @@ def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
             continue
         arguments.append(f"--{flag}")
         if arity:
-            arguments += [str(item) for item in value] if isinstance(value, list) else [str(value)]
+            arguments += [str(item) for item in value] if isinstance(value, list) and arity == MANY else [str(value)]
     if saved.get("add_bias_linear") is False:
         arguments.append("--disable-bias-linear")
     return arguments
@@ -87,7 +89,7 @@ def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
 
 def _direct(saved: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
-    for flag, key, _, default in DIRECT:
+    for flag, key, _, default in (*DIRECT, *EXPERTS) if saved.get("num_experts") else DIRECT:
         value = saved.get(flag.replace("-", "_"))
         value = default if value is None else value
         if value is not None and key.startswith("model.") and not key.startswith("model.mtp."):
