@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import current_process
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,6 +127,7 @@ def _be_rank(
     code = 1
     gc.freeze()  # what the tests have imported and collected is no garbage of a rank, which would scan and copy it
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    current_process()._config["tempdir"] = str(folder)  # or pymp-* stays in /tmp
     try:
         with (folder / f"stack_{rank}").open("w") as stack_file:
             faulthandler.enable(stack_file)  # a segmentation fault shows where it was
