@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of our own."""
     drawn = parser.getgroup("random layouts")
     drawn.addoption("--random", type=int, default=6, help="layouts to hold to one process")
-    drawn.addoption("--pairs", type=int, default=6, help="pairs of layouts to save and load under")
+    drawn.addoption("--pairs", type=int, default=4, help="pairs of layouts to save and load under")
     drawn.addoption("--seed", type=int, default=0, help="seed of what is drawn")
 
 

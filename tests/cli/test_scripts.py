@@ -278,7 +278,10 @@ def called(checkout: Path, *arguments: str, fails: str = "nothing") -> tuple[lis
     return calls, done.stderr, done.returncode
 
 
-@pytest.mark.parametrize(("arguments", "selection"), [([], "not slow and not gpu"), (["--all"], "not gpu")])
+SELECTIONS = [([], "not slow and not gpu"), (["--all"], "not release and not gpu"), (["--release"], "not gpu")]
+
+
+@pytest.mark.parametrize(("arguments", "selection"), SELECTIONS)
 def test_two_tests_at_once_and_then_the_serial_ones_alone(checkout, arguments, selection):
     calls, err, code = called(checkout, *arguments)
     assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
@@ -298,5 +301,5 @@ def test_those_that_follow_run_even_after_a_failure(checkout):
 
 def test_chosen_tests_run_alone_and_as_chosen(checkout):
     assert called(checkout, "tests/x.py", "-k", "y")[0] == ["-m pytest -m not slow and not gpu tests/x.py -k y"]
-    assert called(checkout, "--all", "tests/x.py")[0] == ["-m pytest -m not gpu tests/x.py"]
+    assert called(checkout, "--all", "tests/x.py")[0] == ["-m pytest -m not release and not gpu tests/x.py"]
     assert called(checkout, "--gpu")[0][3:] == ["-m pytest -m gpu"]

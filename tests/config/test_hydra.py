@@ -172,6 +172,7 @@ def test_a_common_ancestor_counts_once_and_the_later_parent_wins(tmp_path, monke
     assert found.recompute.modules == ("mlp",)
 
 
+@pytest.mark.slow
 def test_hydra_alone_composes_the_shipped_files_alike(tmp_path):
     """conf/ and recipes/ as they are, read by Hydra's own file sources; only layout names need files."""
     composer = Composer()

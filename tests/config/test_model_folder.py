@@ -45,6 +45,7 @@ def problems(*overrides: str) -> list[tuple[str, str, str]]:
     return [(problem.path, problem.message, problem.where) for problem in caught.value.problems]
 
 
+@pytest.mark.slow
 def test_every_published_config_is_the_model_section_that_the_reader_gives(here):
     composer = Composer()
     for number, (name, config) in enumerate(PUBLISHED.items()):

@@ -76,7 +76,10 @@ def test_states_are_divided_as_the_strategy_says():
         {"parallel__dp": 2},
         pytest.param({"parallel__pp": 3, "parallel__schedule": "gpipe"}, marks=pytest.mark.slow),
         {"parallel__pp": 3, "parallel__schedule": "1f1b"},
-        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved", "model__num_layers": 4},
+        pytest.param(
+            {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved", "model__num_layers": 4},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv", "model__num_layers": 4},
             marks=pytest.mark.slow,

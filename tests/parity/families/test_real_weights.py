@@ -95,6 +95,7 @@ def test_the_walk_of_the_page(folder, walk, place):
         assert 0 < moved < 1e-3, f"{name}: four steps of at most 1e-4 each"
 
 
+@pytest.mark.release
 def test_twenty_steps_lower_the_loss_on_the_quickstarts_corpus(folder, walk, place):
     """Under dp2 (and zero3, for memory), on text that the steps do not see; both folders are read by transformers."""
     changed = {"parallel=tp3": "parallel=dp2zero3", "train.steps=4": "train.steps=20"}
