@@ -33,9 +33,9 @@ from megalaunch.engine.inference.request import generate_with, length_note, toke
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
-from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.evaluate import evaluate_loss_sum
 from megalaunch.engine.train.forward_backward import make_forward_backward, make_pipeline_forward
@@ -65,7 +65,7 @@ def answer_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLo
     try:
         source = _open_source_on_all_ranks(path)
         load_pretrained(path, spec.model, model)
-        broadcast_tied_embedding(model, mesh)
+        broadcast_embedding(model, mesh)
         record.phase("answering")
         job = read_job(directory)
         if job.no_bos:

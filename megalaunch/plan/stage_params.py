@@ -38,6 +38,7 @@ class DeviceParams:
     """Parameters on one device before data-parallel sharding.
 
     `layer` is its largest layer, `root` its embedding, positions, last norm and head, `head` the logits' projection.
+    `copies` is the part of `root` that copies the first stage's embedding: it has no optimizer states there.
     """
 
     dense: float
@@ -45,6 +46,7 @@ class DeviceParams:
     layer: float
     root: float
     head: float
+    copies: float
 
 
 def chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
@@ -103,7 +105,10 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
             largest = max(largest, own + routed)
     root = _root(model, chunks, tp)
     head = _model_ends(model, tp)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
-    return DeviceParams(dense + root, experts, largest, root, head)
+    ends = [(chunk.embedding, bool(chunk.depths) or (chunk.head and model.tie_word_embeddings)) for chunk in chunks]
+    copied = not any(first for first, _ in ends) and any(reads for _, reads in ends)
+    copies = _model_ends(model, tp)[0] / tp if copied else 0.0
+    return DeviceParams(dense + root, experts, largest, root, head, copies)
 
 
 def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:
@@ -115,11 +120,11 @@ def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:
     root = 0.0
     if first or depths:  # an MTP depth embeds the next token too
         root += count[0] / tp + (count[1] if first else 0)
+    if depths or (last and not model.mtp.num_layers):
+        root += count[3]
     if last:
         tied_here = first or depths
-        root += count[3] + (count[2] / tp if not model.tie_word_embeddings else 0 if tied_here else count[0] / tp)
-    elif depths and not model.tie_word_embeddings:
-        root += count[2] / tp
+        root += count[2] / tp if not model.tie_word_embeddings else 0 if tied_here else count[0] / tp
     return root
 
 

@@ -15,6 +15,8 @@ from megalaunch.schema import RunSpec
 
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules whose second chunks are placed in reverse order, from the last rank to the first."""
+SPLIT_BACKWARD = ("zero_bubble", *V_SCHEDULES)
+"""Schedules that compute the gradients of weights in a backward pass of their own."""
 
 
 @dataclass(frozen=True)

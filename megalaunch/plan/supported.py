@@ -48,7 +48,6 @@ class Limit:
 LIMITS = (
     Limit("model.moe.balance_loss", ("none", "batch", "sequence"), "a balance loss over the global batch"),
     Limit("model.moe.input_jitter", (0.0,), "noise on the router's input"),
-    Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.moe_token_dispatcher_type", ("alltoall", "allgather"), "DeepEP"),
     Limit(
         "parallel.overlap_moe_expert_parallel_comm",
@@ -84,7 +83,6 @@ CHIP_LIMIT = Limit(
 
 MEANINGLESS: Mapping[str, str] = MappingProxyType(
     {
-        "model.mtp.": "model.mtp.num_layers",
         "optimizer.momentum": "optimizer.name",
         "precision.fp8.": "precision.compute_dtype",
         "precision.loss_scale.": "precision.compute_dtype",

@@ -54,7 +54,7 @@ def test_one_rank_sends_nothing():
     ("overrides", "said"),
     [
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
-        (("model.mtp.num_layers=1",), "  model.mtp.num_layers=1  (multi-token prediction)"),
+        (("optimizer=muon",), "  optimizer.name=muon  (other optimizers)"),
         (("parallel.tp=3",), "[parallel."),
         (("--search",), "it cannot be combined with --search, --tokens or --assumptions"),
     ],

@@ -187,7 +187,6 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "beyond"),
     [
-        (("recipe=deepseek_tiny",), "model.mtp.num_layers="),
         (
             ("recipe=tiny", "precision=fp8", "platform=h100", "cluster.devices_per_node=2"),
             "precision.compute_dtype=fp8",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forked_ranks import run_ranks
+from plain_mtp import plain_mtp_loss
 from proofs import Proof, record
 
 from megalaunch.data.samples.sample import Sample, positions_within
@@ -146,7 +147,7 @@ def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
         summed = (_plain_loss(model, rows[index], drawn) for index, drawn in zip(indices, streams, strict=True))
         loss = sum(summed) / labels_of(rows, indices)
         adamw.zero_grad()
-        loss.backward()
+        (loss + plain_mtp_loss(spec, model, [rows[index] for index in indices])).backward()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.clip_grad).item())
@@ -208,7 +209,8 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None =
         prepare(model)
     optimizer = _NotingAdamW(model, spec)
     samples = samples_of(spec)
-    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec.batch.global_batch_size, mesh), mesh.device)
+    sampler = make_batch_sampler(spec.batch.global_batch_size, mesh)
+    batches = PrefetchingDataLoader(samples, sampler, mesh.device, mtp_depths=spec.model.mtp.num_layers)
     forward_backward = make_forward_backward(spec, mesh, model)
     step = TrainStep(spec, mesh, model, forward_backward, optimizer, samples)
     results = [step.run(number, batches.get(number, STEPS), None) for number in range(1, STEPS + 1)]

@@ -53,6 +53,7 @@ def make_decoder_config(model: ModelSpec) -> DecoderConfig:
     learned = model.position_embedding == "learned"
     return DecoderConfig(
         layers=tuple(_layer(model, layer) for layer in list_layers(model) if not layer.mtp),
+        mtp_layers=tuple(_layer(model, layer) for layer in list_layers(model) if layer.mtp),
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         attention=_attention(model),

@@ -125,9 +125,13 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The whole decoder. `learned_positions`: rows of the learned position embedding; None: there is none."""
+    """The whole decoder. `learned_positions`: rows of the learned position embedding; None: there is none.
+
+    `mtp_layers` are those of the depths of multi-token prediction.
+    """
 
     layers: tuple[LayerConfig, ...]
+    mtp_layers: tuple[LayerConfig, ...] = ()
     hidden_size: int
     vocab_size: int
     attention: AttentionConfig
@@ -152,5 +156,10 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the whole decoder."""
+        """Number of layers of the whole decoder, without those of MTP depths."""
         return len(self.layers)
+
+    @property
+    def all_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers of the decoder, then those of MTP depths."""
+        return self.layers + self.mtp_layers

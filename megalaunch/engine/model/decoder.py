@@ -12,97 +12,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.attention.attention import Attention, KVCache, LayerKVCache
+from megalaunch.engine.autograd import apply_tuple_function
+from megalaunch.engine.model.attention.attention import KVCache
 from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism, softcap
-from megalaunch.engine.model.attention.latent_attention import LatentAttention
-from megalaunch.engine.model.config import DecoderConfig, LayerConfig, RopeConfig
-from megalaunch.engine.model.dropout import (
-    NO_DROPOUT,
-    DropoutMask,
-    DropoutMasks,
-    LayerDropoutMasks,
-    make_dropout_masks,
-    no_dropout,
-)
+from megalaunch.engine.model.config import DecoderConfig, RopeConfig
+from megalaunch.engine.model.decoder_layer import DecoderLayer
+from megalaunch.engine.model.dropout import DropoutMasks, make_dropout_masks, maybe_dropout, no_dropout
 from megalaunch.engine.model.layers import Embedding, Norm, SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
-from megalaunch.engine.model.moe.dispatcher import LocalDispatcher, TokenDispatcher
-from megalaunch.engine.model.moe.moe_layer import MoELayer
+from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
+from megalaunch.engine.model.multi_token import MeetInOneNode, MultiTokenDepth
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
 from megalaunch.plan.parameters import vocabulary_rows
-
-
-class DecoderLayer(nn.Module):
-    """Transformer layer: attention and the feed-forward block, each added to the residual stream.
-
-    Sequential: h = x + attention(norm(x)), y = h + mlp(norm(h)). Parallel: y = x + attention(norm(x)) + mlp(norm(x)).
-    Norms are applied to the inputs of both blocks (`norm_placement` pre), to their outputs (post), or to both.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: LayerConfig,
-        tp_region: TPRegion,
-        dispatcher: TokenDispatcher | None = None,
-        balancing: Balancing = ONE_RANK,
-    ) -> None:
-        super().__init__()
-        self.parallel = config.parallel_residual
-        self.save_policy: SavePolicy = save_activations
-        before, after = config.norm_placement != "post", config.norm_placement != "pre"
-        self.attention_norm = _norm(config, before)
-        kind = Attention if config.attention.latent is None else LatentAttention
-        self.attention: Attention | LatentAttention = kind(config.hidden_size, config.attention, config.norm, tp_region)
-        self.attention_out_norm = _norm(config, after)
-        self.mlp_norm = _norm(config, before)
-        self.mlp = _feed_forward(config, layer, tp_region, dispatcher, balancing)
-        self.mlp_out_norm = _norm(config, after)
-
-    def forward(
-        self,
-        x_BSH: Tensor,
-        rotation: RopeCache | None,
-        attend: AttentionFn,
-        layer_cache: LayerKVCache | None = None,
-        dropout_masks: LayerDropoutMasks = NO_DROPOUT,
-    ) -> Tensor:
-        """Apply the layer, [B, s, H] -> [B, s, H]; `rotation` None: no RoPE; `layer_cache`: in generation only."""
-        return self.save_policy(self.transform, x_BSH, rotation, attend, layer_cache, dropout_masks)
-
-    def transform(
-        self,
-        x_BSH: Tensor,
-        rotation: RopeCache | None,
-        attend: AttentionFn,
-        layer_cache: LayerKVCache | None,
-        dropout_masks: LayerDropoutMasks,
-    ) -> Tensor:
-        """Apply the layer, as a function that the save policy may call again."""
-        attention_out = self.attention(
-            self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.attention_seeds
-        )
-        residual = x_BSH + _maybe_dropout(self.attention_out_norm(attention_out), dropout_masks.attention_output)
-        mlp_out = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else residual)))
-        return residual + _maybe_dropout(mlp_out, dropout_masks.mlp_output)
-
-
-def _feed_forward(
-    config: DecoderConfig,
-    layer: LayerConfig,
-    tp_region: TPRegion,
-    dispatcher: TokenDispatcher | None,
-    balancing: Balancing,
-) -> MLP | MoELayer:
-    if config.moe is None or not layer.experts:
-        return MLP(config.hidden_size, config.mlp, tp_region)
-    dispatcher = LocalDispatcher(config.moe.num_experts) if dispatcher is None else dispatcher
-    return MoELayer(config.hidden_size, config.moe, tp_region, dispatcher, balancing)
-
 
 VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
 """Parameters with one row per token of the vocabulary, sharded by row."""
@@ -113,14 +37,6 @@ def strip_vocab_padding(name: str, shape: torch.Size, vocab_size: int) -> torch.
     if not any(name == own or name.endswith(f".{own}") for own in VOCAB_PARALLEL_PARAMS):
         return shape
     return torch.Size((min(shape[0], vocab_size), *shape[1:]))
-
-
-def _maybe_dropout(x_BSH: Tensor, drop: DropoutMask | None) -> Tensor:
-    return x_BSH if drop is None else drop(x_BSH)
-
-
-def _norm(config: DecoderConfig, present: bool) -> nn.Module:
-    return Norm(config.hidden_size, config.norm) if present else nn.Identity()
 
 
 class Decoder(nn.Module):
@@ -150,7 +66,7 @@ class Decoder(nn.Module):
         self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, block_dtype
         self.vocabulary_rows = vocabulary_rows(config.vocab_size, tp_region.vocab_axis.size)
         self.num_tokens = config.vocab_size  # fewer where the weights and the tokenizer have fewer
-        # Only the first pipeline stage keeps the embedding, and only the last one the final norm and the head.
+        # `prune_to_stage` removes what a pipeline stage does not compute.
         self.embedding: Embedding | None = Embedding(
             self.vocabulary_rows, config.hidden_size, config.learned_positions, config.embedding_scale
         )
@@ -160,8 +76,16 @@ class Decoder(nn.Module):
                 for index, layer in enumerate(config.layers)
             }
         )
+        self.embeds_input = True
+        """False on later stages, where the embedding is None or a copy for MTP depths."""
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
+        self.mtp = nn.ModuleDict(
+            {
+                str(depth): MultiTokenDepth(config, layer, tp_region, dispatcher, balancing)
+                for depth, layer in enumerate(config.mtp_layers)
+            }
+        )
         self.group_save_policy: SavePolicy = save_activations
         self.recompute_groups: Sequence[Sequence[str]] = ()
         """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""
@@ -171,6 +95,13 @@ class Decoder(nn.Module):
         """Tie the head to the embedding's weight, if the config says so. Call again after `to_empty` unties them."""
         if self.config.tie_word_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
+
+    @property
+    def all_layers(self) -> dict[str, DecoderLayer]:
+        """The layers, then those of MTP depths, by their index in `plan.layers.list_layers`."""
+        depths = ((self.config.num_layers + int(depth), module.layer) for depth, module in self.mtp.items())
+        numbered = {str(index): layer for index, layer in depths}
+        return {**self.layers, **numbered}  # type: ignore[dict-item]
 
     @property
     def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
@@ -197,6 +128,7 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         logits: bool = True,
         seeds_B: Tensor | None = None,
+        mtp_tokens_BDS: Tensor | None = None,
     ) -> Tensor:
         """Return the next token's logits at each position, or the hidden states [B, s, H] for the next pipeline stage.
 
@@ -208,39 +140,72 @@ class Decoder(nn.Module):
             documents_BS: Document ids: tokens attend within their document; None: to all earlier tokens.
             logits: False: return the head's input [B, s, H] in place of the logits.
             seeds_B: Dropout seeds (model/dropout.py); None: no dropout.
+            mtp_tokens_BDS: For each MTP depth the tokens that its positions embed; None: MTP depths do not run. The
+                batch dim of the result is then (1 + D) B: the decoder, and then each depth.
         """
         length = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
             positions = self.context.position_ids(length, x.device)
-        windows = [layer.window for layer in self.config.layers]
+        windows = [layer.window for layer in self.config.all_layers]
         if kv_cache is None:
             attends = self.context.make_attention(length, documents_BS, windows, x.device)
         else:
             attends = kv_cache.attention(length, windows)
-        dropout_masks = no_dropout(self.layers)
+        dropout_masks = no_dropout(self.all_layers)
         if seeds_B is not None:
             dropout_positions = self.context.position_ids(length, x.device)
             dropout_masks = make_dropout_masks(
-                self.config, self.tp_region, seeds_B, dropout_positions, list(self.layers)
+                self.config, self.tp_region, seeds_B, dropout_positions, list(self.all_layers)
             )
-        if self.embedding is not None:
-            x = _maybe_dropout(self.embedding.lookup(x, positions, self.tp_region), dropout_masks.embedding)
-            x = x if self.block_dtype is None else x.float()
-        ropes = {layer.rope for layer in self.config.layers}
+        if self.embeds_input:
+            x = self._embed(x, positions, dropout_masks)
+        ropes = {layer.rope for layer in self.config.all_layers}
         rotations = {
             rope: rope_cos_sin(positions, rope, self.block_dtype or x.dtype) if rope else None for rope in ropes
         }
         for names in self.recompute_groups or tuple((name,) for name in self.layers):
             x = self.group_save_policy(self.forward_layers, names, x, rotations, attends, kv_cache, dropout_masks)
-        if self.norm is None or self.head is None:
-            return x
-        if kv_cache is not None:
+        if kv_cache is not None and self.head is not None:
             x = x[:, -1:]  # only the last position's logits are sampled from
-        x = self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        if mtp_tokens_BDS is not None:
+            x = self.predict_further(x, mtp_tokens_BDS, positions, rotations, attends, dropout_masks)
+        if self.head is None:
+            return x if self.block_dtype is None else x.float()
+        x = x if self.block_dtype is None else x.to(self.block_dtype)  # of a norm on the stage before
         if not logits:
             return x
         (logits_BSV,) = self.tp_region.column_parallel_linear(x, self.head)
         return self.softcap_logits(logits_BSV)
+
+    def _embed(self, tokens_BS: Tensor, positions: Tensor, dropout_masks: DropoutMasks) -> Tensor:
+        """Embed token ids, [B, S] -> [B, s, H], in the dtype of the residual stream."""
+        assert self.embedding is not None
+        x = maybe_dropout(self.embedding.lookup(tokens_BS, positions, self.tp_region), dropout_masks.embedding)
+        return x if self.block_dtype is None else x.float()
+
+    def predict_further(
+        self,
+        x_BsH: Tensor,
+        tokens_BDS: Tensor,
+        positions: Tensor,
+        rotations: Mapping[RopeConfig | None, RopeCache | None],
+        attends: Sequence[AttentionFn],
+        dropout_masks: DropoutMasks,
+    ) -> Tensor:
+        """Run the MTP depths of this stage on the head's input; return it and theirs, [(1 + D) B, s, H]."""
+        if not self.mtp:
+            return x_BsH
+        every = [self._embed(tokens_BS, positions, dropout_masks) for tokens_BS in tokens_BDS.unbind(1)]
+        x_BsH, *every = apply_tuple_function(MeetInOneNode, x_BsH, *every)
+        outputs = [x_BsH]
+        for (name, depth), embedded_BsH in zip(self.mtp.items(), every, strict=True):
+            index = self.config.num_layers + int(name)
+            rotation = rotations[self.config.all_layers[index].rope]
+            masks = dropout_masks.layers[str(index)]
+            outputs.append(depth(embedded_BsH, outputs[-1], rotation, attends[index], masks))
+        return torch.cat(outputs)
 
     def softcap_logits(self, logits: Tensor) -> Tensor:
         """Return the logits, soft-capped if the config has a cap."""

@@ -107,6 +107,11 @@ def make_dropout_masks(
     return DropoutMasks(embedding, layers)
 
 
+def maybe_dropout(x_BsH: Tensor, drop: DropoutMask | None) -> Tensor:
+    """Apply the dropout, if there is any."""
+    return x_BsH if drop is None else drop(x_BsH)
+
+
 class _Drop(torch.autograd.Function):
     """y = x * mask / (1 - rate). Backward: dx = dy * mask / (1 - rate), with the mask recomputed from its hashes."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -15,10 +15,14 @@ class ModelParts:
 
     Each part is sharded and run by itself. Layers have their global index in every part, so that parameter names are
     those of the whole decoder.
+
+    Args:
+        parts: The stages of this rank.
+        copy_ranks: For every stage that holds a copy of the embedding, in order, its pp rank.
     """
 
-    def __init__(self, *parts: Decoder) -> None:
-        self.parts = parts
+    def __init__(self, *parts: Decoder, copy_ranks: Sequence[int] = ()) -> None:
+        self.parts, self.copy_ranks = parts, copy_ranks
 
     @property
     def config(self) -> DecoderConfig:
@@ -28,17 +32,19 @@ class ModelParts:
     @property
     def embedding_weight(self) -> nn.Parameter | None:
         """The embedding's weight; None on a rank without the first pipeline stage."""
-        weight = self.parts[0].embedding.weight if self.parts[0].embedding is not None else None
-        assert weight is None or isinstance(weight, nn.Parameter)
-        return weight
+        first = self.parts[0]
+        return first.embedding.weight if first.embeds_input and first.embedding is not None else None
 
     @property
-    def tied_head(self) -> nn.Parameter | None:
-        """The head's copy of a tied embedding weight, on a stage without the embedding; else None."""
-        last = self.parts[-1]
-        if not self.config.tie_word_embeddings or last.head is None or last.embedding is not None:
-            return None
-        return last.head.weight
+    def embedding_copies(self) -> list[nn.Parameter]:
+        """The copies of the embedding's weight on this rank's later stages: for MTP depths, and of a tied head."""
+        copies = []
+        for part in (part for part in self.parts if not part.embeds_input):
+            if part.embedding is not None:
+                copies.append(part.embedding.weight)
+            elif self.config.tie_word_embeddings and part.head is not None:
+                copies.append(part.head.weight)
+        return copies
 
     def set_true_vocab_size(self, num_tokens: int) -> None:
         """Set the number of real tokens: losses treat all further vocabulary rows as padding."""
@@ -46,10 +52,10 @@ class ModelParts:
             part.num_tokens = num_tokens
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters to update and save, by their names in the whole decoder; without the copy in `tied_head`."""
-        copy = self.tied_head
+        """Yield parameters to update and save, by their names in the whole decoder; without `embedding_copies`."""
+        copies = {id(copy) for copy in self.embedding_copies}
         for part in self.parts:
-            yield from ((name, parameter) for name, parameter in part.named_parameters() if parameter is not copy)
+            yield from ((name, parameter) for name, parameter in part.named_parameters() if id(parameter) not in copies)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of `named_parameters`."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megalaunch.engine.model.decoder import Decoder, DecoderLayer
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
@@ -32,7 +33,7 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
     layers; selective: the modules of `recompute.modules` in every layer that does not offload its activations.
     Call it before `fully_shard`, whose hooks then stay outside the checkpoint and do not run again in recomputation.
     """
-    layers = list(model.layers.values())
+    layers = list(model.all_layers.values())
     if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
         names = list(model.layers)
         model.recompute_groups = [
@@ -42,11 +43,9 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
     elif settings.granularity == "full":
         chosen = layers if settings.method == "uniform" else layers[: settings.num_layers]
         for layer in chosen:
-            assert isinstance(layer, DecoderLayer)
             layer.save_policy = Checkpoint(observer)
     elif settings.granularity == "selective":
         for layer in layers[settings.cpu_offloading_num_layers :]:  # the layers before it offload their activations
-            assert isinstance(layer, DecoderLayer)
             _apply_selective(layer, settings.modules, observer)
 
 

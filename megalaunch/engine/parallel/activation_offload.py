@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalaunch.engine.model.decoder import Decoder, DecoderLayer
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.layers import SavePolicy
 from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.torch_private import storage_id, tree_leaves

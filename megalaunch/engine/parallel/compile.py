@@ -12,5 +12,5 @@ def compile_layers(model: Decoder) -> None:
 
     Compilation happens in the first step, which may take minutes.
     """
-    for layer in model.layers.values():
+    for layer in model.all_layers.values():
         layer.compile(backend=BACKEND)

@@ -53,10 +53,11 @@ class ContextParallel:
     levels: tuple[Axis, Axis] | None = None
 
     @classmethod
-    def build(cls, parallel: ParallelSpec, mesh: Mesh) -> ContextParallel:
-        """Build from the parallel section of a spec."""
+    def build(cls, parallel: ParallelSpec, mesh: Mesh, mtp_depths: int = 0) -> ContextParallel:
+        """Build from the parallel section of a spec. MTP depths communicate as the last layer does."""
         chosen = parallel.cp_comm_type
-        return cls(mesh.cp, chosen if isinstance(chosen, tuple) else (chosen,), mesh.cp_hierarchy)
+        exchanges = (*chosen, *chosen[-1:] * mtp_depths) if isinstance(chosen, tuple) else (chosen,)
+        return cls(mesh.cp, exchanges, mesh.cp_hierarchy)
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""

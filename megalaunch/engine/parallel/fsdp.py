@@ -36,6 +36,7 @@ from torch.distributed.tensor import Shard
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.multi_token import MultiTokenDepth
 from megalaunch.engine.param_layout import expert_params
 from megalaunch.engine.torch_private import (
     fsdp_placement,
@@ -71,10 +72,10 @@ ZERO_STAGES: dict[DataSharding, FSDPOptions] = {
 def apply_fsdp(
     model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy, reduce: torch.dtype
 ) -> None:
-    """Apply `fully_shard` to every layer and to the rest of the model, in place; on one rank too, for one code path.
+    """Apply `fully_shard` to every layer, every MTP depth and the rest of the model, in place.
 
-    In a mesh of one rank with fp32 compute FSDP2 ignores all parameters: it would copy weights and
-    gradients within the rank, which took a tenth of a small step.
+    On one rank too, for one code path. In a mesh of one rank with fp32 compute FSDP2 ignores all parameters: it would
+    copy weights and gradients within the rank, which took a tenth of a small step.
 
     Args:
         model: a decoder, after tensor parallelism, activation checkpointing and compilation.
@@ -83,7 +84,7 @@ def apply_fsdp(
         precision: FSDP2's policy: compute dtype, and dtype of the gradient accumulation over microbatches.
         reduce: dtype of the reduction of gradients over ranks.
     """
-    for layer in model.layers.values():
+    for layer in (*model.layers.values(), *model.mtp.values()):
         freed = ZERO_STAGES[parallel.data_sharding].reshard_after_forward and mesh.pp.size == 1
         _shard_unit(layer, mesh, precision, reshard_after_forward=freed)
     # The root's parameters (embedding, head) are used at both ends of a pass: freeing them between would cost a second
@@ -148,7 +149,8 @@ def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
     set_fsdp_async_all_gather(model, mesh.uses_gloo or not overlap)
     if overlap:
         for unit, following in pairwise(in_forward_order):
-            unit.set_modules_to_forward_prefetch([following])
+            if not isinstance(following, MultiTokenDepth):  # evaluation and generation do not run it
+                unit.set_modules_to_forward_prefetch([following])
         return
     for unit in in_forward_order:
         # The unit itself, which is gathered already: with an empty list FSDP2 prefetches the preceding unit.
@@ -156,7 +158,7 @@ def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
 
 
 def fsdp_modules(model: Decoder) -> list[FSDPModule]:
-    """Return the FSDP units of a model: its root and its layers."""
+    """Return the FSDP units of a model: its root, its layers and its MTP depths."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -25,6 +25,7 @@ from megalaunch.engine.parallel.dynamic_context_parallel import (
     DynamicContextParallel,
     document_lengths,
 )
+from megalaunch.engine.parallel.embedding_copies import broadcast_embedding, embedding_copy_ranks
 from megalaunch.engine.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -37,7 +38,6 @@ from megalaunch.engine.parallel.fsdp import apply_fsdp
 from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
-from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, mixed_precision_policy
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
@@ -111,7 +111,7 @@ def parallelize_decoder(
         precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)
         apply_fsdp(part, mesh, spec.parallel, precision, reduce)
         parts.append(part)
-    return ModelParts(*parts)
+    return ModelParts(*parts, copy_ranks=embedding_copy_ranks(spec))
 
 
 def materialize(model: ModelParts, mesh: Mesh) -> None:
@@ -129,7 +129,7 @@ def materialize(model: ModelParts, mesh: Mesh) -> None:
 def initialize_weights(model: ModelParts, mesh: Mesh, seed: int) -> None:
     """Draw the initial weights, which do not depend on the layout, and copy a tied embedding to the head's stage."""
     init_weights(model, seed)
-    broadcast_tied_embedding(model, mesh)
+    broadcast_embedding(model, mesh)
 
 
 def build_sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
@@ -168,7 +168,7 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
         return NO_CP
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
-    return ContextParallel.build(spec.parallel, mesh)
+    return ContextParallel.build(spec.parallel, mesh, spec.model.mtp.num_layers)
 
 
 def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> TokenDispatcher | None:

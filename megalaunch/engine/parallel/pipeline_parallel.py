@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalaunch.engine.mesh import Mesh
@@ -30,8 +29,9 @@ from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.plan.stages import Stage
 from megalaunch.schema.parallel import ParallelSpec
 
-PipelineLoss = Callable[[Tensor, Tensor], Tensor]
-"""Takes the last stage's output and the labels of a microbatch, and returns its summed loss."""
+PipelineLoss = Callable[[Tensor, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
+"""Takes the last stage's output and the labels of a microbatch, and the numbers of tokens that divide the loss and its
+parts; returns the loss, and its parts without a gradient."""
 
 
 def prune_to_stage(model: Decoder, stage: Stage) -> None:
@@ -39,10 +39,16 @@ def prune_to_stage(model: Decoder, stage: Stage) -> None:
     for index in range(model.config.num_layers):
         if index not in stage.layers:
             del model.layers[str(index)]
-    if not stage.embedding:
+    for depth in range(len(model.config.mtp_layers)):
+        if depth not in stage.mtp:
+            del model.mtp[str(depth)]
+    model.embeds_input = stage.embedding
+    if not stage.embedding and not stage.mtp:
         model.embedding = None
+    if not (stage.mtp if model.config.mtp_layers else stage.head):  # MTP depths read what the norm returns
+        model.norm = None
     if not stage.head:
-        model.norm = model.head = None
+        model.head = None
 
 
 class Pipeline:
@@ -55,7 +61,7 @@ class Pipeline:
         parallel: The pipeline schedule, and the group size of interleaved 1F1B.
         loss: The loss of the last stage.
         observer: Gets the phases of a step.
-        activations: What stages send each other; None: inferred in the first step.
+        activations: What each stage sends to the next one; None: inferred in the first step.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Pipeline:
         parallel: ParallelSpec,
         loss: PipelineLoss,
         observer: StepObserver = NO_OBSERVER,
-        activations: StageActivations | None = None,
+        activations: Sequence[StageActivations] | None = None,
     ) -> None:
         self._mesh, self._schedule_name, self._loss = mesh, parallel.schedule, loss
         self._group = parallel.microbatch_group_size_per_vp_stage if parallel.schedule == "interleaved" else None
@@ -74,11 +80,12 @@ class Pipeline:
         self._parts = dict(zip(numbers, model.parts, strict=True))
         self._number_of_stages = len(stages)
         self._observer, self._activations = observer, activations
-        self._divisor = 1
+        self._total_tokens: Sequence[int] = (1,)
+        self._losses: list[Tensor] = []
         self._prepared: tuple[int, PipelineSchedule] | None = None
 
     def train(
-        self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, divisor: int
+        self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, total_tokens: Sequence[int]
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches of a step.
 
@@ -87,21 +94,20 @@ class Pipeline:
                 dim 0; other values are the same for all microbatches.
             labels: labels of the microbatches, concatenated in the same way.
             microbatches: their number.
-            divisor: divides each loss before backward: the global token count.
+            total_tokens: the global token counts, which divide each part of the loss before backward.
 
         Returns:
-            loss / divisor of each microbatch on the rank of the last stage, else an empty list.
+            the parts of the loss of each microbatch on the rank of the last stage, else an empty list.
         """
         if self._prepared is None or self._prepared[0] != microbatches:
             self._prepared = microbatches, self._schedule(microbatches)
-        self._divisor = divisor
-        losses: list[Tensor] = []
+        self._total_tokens, self._losses = total_tokens, []
         rest: dict[str, Any] = {name: value for name, value in inputs.items() if name != "tokens"}
         if self._number_of_stages - 1 in self._parts:
-            rest |= {"target": labels, "losses": losses}
+            rest["target"] = labels
         first = (inputs["tokens"],) if 0 in self._parts else ()
         self._prepared[1].step(*first, return_outputs=False, **rest)
-        return [loss.detach() for loss in losses]
+        return self._losses[-microbatches:]  # torch's shape inference, in the first step, calls the loss too
 
     def _schedule(self, microbatches: int) -> PipelineSchedule:
         device, group = self._mesh.device, self._mesh.pp_group
@@ -112,4 +118,6 @@ class Pipeline:
         return make_schedule(self._schedule_name, stages, microbatches, self._group, self._local_loss, self._observer)
 
     def _local_loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self._loss(output, labels) / torch.tensor(self._divisor, device=output.device)
+        loss, parts = self._loss(output, labels, self._total_tokens)
+        self._losses.append(parts)
+        return loss

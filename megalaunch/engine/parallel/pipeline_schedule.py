@@ -162,8 +162,8 @@ class LazyRecvStage(PipelineStage):
         device: Device of the stage.
         group: Process group of the pp axis.
         observer: Gets the phases of backward passes, sends and receives.
-        activations: What neighbouring stages send; None: ask them in the first step. A simulated rank has no
-            neighbours to ask.
+        activations: What each stage sends to the next one; None: ask the neighbours in the first step. A simulated
+            rank has no neighbours to ask.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class LazyRecvStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         observer: StepObserver = NO_OBSERVER,
-        activations: StageActivations | None = None,
+        activations: Sequence[StageActivations] | None = None,
     ) -> None:
         super().__init__(part, number, stages, device, group=group)
         self._observer, self._activations = observer, activations
@@ -182,9 +182,10 @@ class LazyRecvStage(PipelineStage):
     def _recv_meta(self, src_stage: int) -> Any:
         if self._activations is None:
             return super()._recv_meta(src_stage)
-        shape, forward = torch.Size(self._activations.shape), src_stage < self.stage_index
+        sent, forward = self._activations[min(src_stage, self.stage_index)], src_stage < self.stage_index
+        shape = torch.Size(sent.shape)
         stride = torch.empty(shape, device="meta").stride()
-        meta = _TensorMeta(shape=shape, stride=stride, dtype=self._activations.dtype, requires_grad=forward)
+        meta = _TensorMeta(shape=shape, stride=stride, dtype=sent.dtype, requires_grad=forward)
         return _StageForwardMeta((meta,)) if forward else _StageBackwardMeta((meta,))
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:

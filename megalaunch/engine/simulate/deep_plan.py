@@ -35,6 +35,7 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.kernels.overrides import override_kernels
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
+from megalaunch.plan.stages import build_stages
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
@@ -116,7 +117,7 @@ def _steps(
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)
-    activations = StageActivations(_stage_output_shape(spec, mesh.topology), residual_dtype(spec.precision))
+    activations = _stage_outputs(spec, mesh.topology)
 
     def run(microbatches: int) -> _StepResult:
         step = make_observed_step(spec, mesh, model, optimizer, phases, activations)
@@ -169,7 +170,11 @@ def _local_vocab(spec: RunSpec, mesh: Mesh) -> int:
     return vocabulary_rows(spec.model.vocab_size or 0, mesh.tp.size) // mesh.tp.size
 
 
-def _stage_output_shape(spec: RunSpec, topology: Topology) -> tuple[int, int, int]:
-    """Return the shape [B, s, H] of the activations that a rank sends to the next pipeline stage."""
+def _stage_outputs(spec: RunSpec, topology: Topology) -> list[StageActivations]:
+    """Return the activations that each pipeline stage sends to the next one, [B, s, H]; with MTP depths more rows."""
     parts = topology.cp * (topology.tp if spec.parallel.sequence_parallel else 1)
-    return topology.micro_batch_size, spec.batch.sequence_length // parts, spec.model.hidden_size
+    length, dtype = spec.batch.sequence_length // parts, residual_dtype(spec.precision)
+    return [
+        StageActivations((topology.micro_batch_size * (1 + len(stage.mtp)), length, spec.model.hidden_size), dtype)
+        for stage in build_stages(spec)
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def make_observed_step(
     model: ModelParts,
     optimizer: NamedAdamW,
     observer: StepObserver,
-    activations: StageActivations | None = None,
+    activations: Sequence[StageActivations] | None = None,
 ) -> TrainStep:
     """Return the engine's train step for a parallelized, materialized model, on constant data. It is not run yet."""
     forward_backward = make_forward_backward(spec, mesh, model, observer, activations)
@@ -66,10 +68,11 @@ def make_batch(spec: RunSpec, mesh: Mesh, microbatches: int) -> StepBatch:
     """Return a batch of `microbatches` constant microbatches of this rank, on the CPU."""
     size = mesh.topology.micro_batch_size
     one = shard_for_context_parallel(
-        collate([ConstantDataset(spec)[0]] * size),
+        collate([ConstantDataset(spec)[0]] * size, spec.model.mtp.num_layers),
         mesh.cp,
         mesh.topology.dynamic_context_parallel,
         full_length_documents,
     )
     indices = tuple(range(number * size, (number + 1) * size) for number in range(microbatches))
-    return StepBatch(indices, (one,) * microbatches, microbatches * one.labels.numel())
+    tokens = microbatches * one.labels.numel()
+    return StepBatch(indices, (one,) * microbatches, tokens, (tokens,) * spec.model.mtp.num_layers)

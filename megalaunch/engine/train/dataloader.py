@@ -20,6 +20,7 @@ from megalaunch.engine.parallel.context_parallel import cp_positions
 from megalaunch.engine.parallel.dynamic_context_parallel import DocumentLengths, document_lengths, local_token_indices
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.loss import IGNORE_INDEX
+from megalaunch.engine.train.multi_token import shift_tokens
 from megalaunch.rundir.outcome import ExitCode
 
 _STEPS_AHEAD = 2
@@ -36,12 +37,16 @@ class MicroBatch:
         positions: Position ids, int64 [B, S]; None: 0 to S - 1.
         documents: Document ids, int64 [B, S], which limit the attention mask to one document; None: no such limit.
             Under dynamic context parallelism every rank holds the document ids of the full samples.
+        mtp_tokens: The tokens that each MTP depth embeds, int64 [B, D, S]; None: MTP depths do not run.
+        mtp_labels: Their labels, int64 [B, D, S].
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
     documents: Tensor | None = None
+    mtp_tokens: Tensor | None = None
+    mtp_labels: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -50,7 +55,14 @@ class MicroBatch:
         if positions is None:
             positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         given = {"tokens": self.tokens, "positions": positions}
-        return given if self.documents is None else {**given, "documents_BS": self.documents}
+        optional = {"documents_BS": self.documents, "mtp_tokens_BDS": self.mtp_tokens}
+        return given | {name: value for name, value in optional.items() if value is not None}
+
+    @property
+    def all_labels(self) -> Tensor:
+        """The labels of the decoder and of each MTP depth, [B, 1 + D, S]."""
+        labels = self.labels.unsqueeze(1)
+        return labels if self.mtp_labels is None else torch.cat((labels, self.mtp_labels), dim=1)
 
     @classmethod
     def concat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
@@ -60,11 +72,8 @@ class MicroBatch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy with `change` applied to every tensor."""
-        parts = (self.tokens, self.labels, self.positions, self.documents)
-        tokens, labels, positions, documents = (None if part is None else change(part) for part in parts)
-        assert tokens is not None
-        assert labels is not None
-        return MicroBatch(tokens, labels, positions, documents)
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MicroBatch(**{name: change(part) for name, part in parts.items() if part is not None})
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class StepBatch:
         indices: Sample indices of each microbatch.
         microbatches: The microbatches; empty if there is a problem.
         valid_tokens: Number of labels with a loss.
+        mtp_valid_tokens: Their number for each MTP depth.
         problem: Why the batch could not be read; None if it was.
         data_time: Seconds that the training loop waited for this batch.
     """
@@ -82,6 +92,7 @@ class StepBatch:
     indices: tuple[range, ...]
     microbatches: tuple[MicroBatch, ...] = ()
     valid_tokens: int = 0
+    mtp_valid_tokens: tuple[int, ...] = ()
     problem: RankError | None = None
     data_time: float = 0.0
 
@@ -134,6 +145,7 @@ class PrefetchingDataLoader:
         sampler: Assignment of samples to this rank.
         device: Device of the returned tensors.
         waiting: Called every two seconds with the step's number while `get` waits for its batch.
+        mtp_depths: Number of MTP depths.
     """
 
     def __init__(
@@ -142,8 +154,10 @@ class PrefetchingDataLoader:
         sampler: BatchSampler,
         device: torch.device,
         waiting: Callable[[int], None] = lambda step: None,
+        mtp_depths: int = 0,
     ) -> None:
         self._dataset, self._sampler, self._device, self._waiting = dataset, sampler, device, waiting
+        self._mtp_depths = mtp_depths
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[StepBatch]] = {}
 
@@ -194,16 +208,18 @@ class PrefetchingDataLoader:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=RankError(ExitCode.DATA, reason))
         microbatches = tuple(
-            shard_for_context_parallel(collate(group), self._sampler.context, self._sampler.by_length)
+            shard_for_context_parallel(collate(group, self._mtp_depths), self._sampler.context, self._sampler.by_length)
             for group in groups
         )
         if self._device.type == "cuda":
             microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
-        return StepBatch(indices, microbatches, sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
+        counts = torch.stack([(m.all_labels != IGNORE_INDEX).sum((0, 2)) for m in microbatches]).sum(0)
+        valid, *mtp_valid = counts.tolist()
+        return StepBatch(indices, microbatches, valid, tuple(mtp_valid))
 
 
-def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Collate samples of the same length into a microbatch on the CPU."""
+def collate(samples: Sequence[Sample], mtp_depths: int = 0) -> MicroBatch:
+    """Collate samples of the same length into a microbatch on the CPU, with the tokens and labels of MTP depths."""
     stacked = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     tokens, labels = stacked[:, :-1].clone(), stacked[:, 1:].clone()  # `contiguous` of a single row would be a view
     for sample, label in zip(samples, labels, strict=True):
@@ -211,7 +227,11 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
             label[torch.from_numpy(~sample.loss_mask)] = IGNORE_INDEX
     positions = _stack([sample.positions for sample in samples], np.arange(tokens.shape[1]))
     documents = _stack([sample.document_ids for sample in samples], np.zeros(tokens.shape[1], np.int64))
-    return MicroBatch(tokens, labels, positions, documents)
+    batch = MicroBatch(tokens, labels, positions, documents)
+    if not mtp_depths:
+        return batch
+    mtp_tokens, mtp_labels = shift_tokens(tokens, labels, documents, mtp_depths)
+    return replace(batch, mtp_tokens=mtp_tokens, mtp_labels=mtp_labels)
 
 
 def shard_for_context_parallel(
@@ -227,7 +247,7 @@ def shard_for_context_parallel(
     placed = replace(batch, positions=batch.inputs["positions"])
     if not by_length:
         local_positions = cp_positions(batch.tokens.shape[1], context)
-        return placed.map(lambda part: part[:, local_positions])
+        return placed.map(lambda part: part[..., local_positions])
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
     tokens = local_token_indices(documents, context, lengths)
     return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)

@@ -12,14 +12,13 @@ from megalaunch.schema.moe import MoESpec
 
 
 def moe_layers(model: ModelParts) -> dict[int, MoELayer]:
-    """Return this rank's layers with experts, by their number among all layers with experts of the decoder."""
+    """Return this rank's layers with experts, by their number among all layers with experts, MTP depths last."""
     numbers = {index: number for number, index in enumerate(_layers_with_experts(model))}
     found: dict[int, MoELayer] = {}
     for part in model.parts:
-        for name, layer in part.layers.items():
-            block = getattr(layer, "mlp", None)
-            if isinstance(block, MoELayer):
-                found[numbers[int(name)]] = block
+        for name, layer in part.all_layers.items():
+            if isinstance(layer.mlp, MoELayer):
+                found[numbers[int(name)]] = layer.mlp
     return found
 
 
@@ -48,4 +47,4 @@ def update_expert_biases(model: ModelParts, sums_LE: Tensor, moe: MoESpec) -> No
 
 
 def _layers_with_experts(model: ModelParts) -> list[int]:
-    return [index for index, layer in enumerate(model.config.layers) if layer.experts]
+    return [index for index, layer in enumerate(model.config.all_layers) if layer.experts]

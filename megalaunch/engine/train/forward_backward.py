@@ -40,6 +40,7 @@ from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.loss import LinearCrossEntropy
+from megalaunch.engine.train.multi_token import TrainingLoss
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
 from megalaunch.schema.parallel import ParallelSpec
@@ -48,16 +49,17 @@ from megalaunch.schema.parallel import ParallelSpec
 class ForwardBackward(Protocol):
     """The forward and backward passes of a training step and of a validation. Every method is collective."""
 
-    def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
+    def train(self, batch: StepBatch, total_tokens: int, mtp_tokens: Sequence[int] = ()) -> Tensor:
         """Accumulate the gradients of all M microbatches.
 
         Args:
             batch: This rank's microbatches.
             total_tokens: Labels with a loss in the global batch; every loss is divided by it before backward.
+            mtp_tokens: Their number for each MTP depth, whose loss is divided by it.
 
         Returns:
-            Each microbatch's contribution to the mean token loss, fp32 [M]. With a pipeline, zeros on all stages but
-            the last.
+            Each microbatch's contribution to the mean token loss and to those of D MTP depths, fp32 [M, 1 + D]. With a
+            pipeline, zeros on all stages but the last.
         """
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
@@ -72,7 +74,7 @@ def make_forward_backward(
     mesh: Mesh,
     model: ModelParts,
     observer: StepObserver = NO_OBSERVER,
-    activations: StageActivations | None = None,
+    activations: Sequence[StageActivations] | None = None,
 ) -> ForwardBackward:
     """Build the forward and backward passes of a parallelized model, or of this rank's pipeline stages.
 
@@ -81,12 +83,12 @@ def make_forward_backward(
         mesh: The device mesh.
         model: The parallelized model.
         observer: Gets the phases of a pipeline's steps.
-        activations: What pipeline stages send each other; None: inferred in the first step.
+        activations: What each pipeline stage sends to the next one; None: inferred in the first step.
     """
+    loss = TrainingLoss(LinearCrossEntropy(model.parts[-1], spec.train.loss_chunks), spec.model.mtp.loss_coeff)
     if mesh.pp.size == 1:
         (decoder,) = model.parts
-        return SingleStage(decoder, spec.parallel, LinearCrossEntropy(decoder, spec.train.loss_chunks), spec.train.seed)
-    loss = LinearCrossEntropy(model.parts[-1], spec.train.loss_chunks)
+        return SingleStage(decoder, spec.parallel, loss, spec.train.seed)
     pipeline = Pipeline(model, mesh, build_stages(spec), spec.parallel, loss, observer, activations)
     return PipelineForwardBackward(
         pipeline, make_pipeline_forward(spec, mesh, model), model, mesh, loss, spec.train.seed
@@ -104,35 +106,39 @@ class SingleStage:
 
     model: Decoder
     parallel: ParallelSpec
-    loss: LinearCrossEntropy
+    loss: TrainingLoss
     seed: int
 
-    def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
+    def train(self, batch: StepBatch, total_tokens: int, mtp_tokens: Sequence[int] = ()) -> Tensor:
         """Run forward and backward of one microbatch after the other; reduce gradients when they are due."""
         losses = []
         for number, microbatch in enumerate(batch.microbatches, start=1):
             last = number == len(batch.microbatches)
             set_grad_sync(self.model, self.parallel, last)
             seeds = _dropout_seeds(self.model, self.seed, batch.indices[number - 1])
-            loss = self._loss(microbatch, seeds) / max(total_tokens, 1)
+            output = self._forward(microbatch, seeds, self.loss.takes_logits)
+            loss, parts = self.loss(output, microbatch.all_labels, (total_tokens, *mtp_tokens))
+            del output  # the loss frees it
             torch.autograd.backward(loss)
             reduce_grads_if_due(self.model, self.parallel, last)
-            losses.append(loss.detach())
+            losses.append(parts)
         return torch.stack(losses)
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return the summed token loss of one batch. The caller disables gradients."""
-        return self._loss(batch, None)
+        token_loss = self.loss.token_loss
+        return token_loss(self._forward(batch, None, token_loss.takes_logits), batch.labels)
 
-    def _loss(self, batch: MicroBatch, seeds_B: Tensor | None) -> Tensor:
-        output = self.model(
+    def _forward(self, batch: MicroBatch, seeds_B: Tensor | None, logits: bool) -> Tensor:
+        output: Tensor = self.model(
             batch.tokens,
             batch.positions,
             documents_BS=batch.documents,
-            logits=self.loss.takes_logits,
+            logits=logits,
             seeds_B=seeds_B,
+            mtp_tokens_BDS=batch.mtp_tokens,
         )
-        return self.loss(output, batch.labels)
+        return output
 
     def release(self) -> None:
         """Free the parameters that the forward pass gathered."""
@@ -147,10 +153,10 @@ class PipelineForwardBackward:
     forward_only: PipelineForward
     model: ModelParts
     mesh: Mesh
-    loss: LinearCrossEntropy
+    loss: TrainingLoss
     seed: int
 
-    def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
+    def train(self, batch: StepBatch, total_tokens: int, mtp_tokens: Sequence[int] = ()) -> Tensor:
         """Run all microbatches by the pipeline schedule; returns zeros on all stages but the last."""
         joined = MicroBatch.concat(batch.microbatches)
         inputs: dict[str, Tensor | bool] = {**joined.inputs, "logits": self.loss.takes_logits}
@@ -159,14 +165,16 @@ class PipelineForwardBackward:
         )
         if seeds is not None:
             inputs["seeds_B"] = seeds
-        losses = self.pipeline.train(inputs, joined.labels, len(batch.microbatches), max(total_tokens, 1))
-        return torch.stack(losses) if losses else torch.zeros(len(batch.microbatches), device=self.mesh.device)
+        totals, microbatches = (total_tokens, *mtp_tokens), len(batch.microbatches)
+        losses = self.pipeline.train(inputs, joined.all_labels, microbatches, totals)
+        return torch.stack(losses) if losses else torch.zeros(microbatches, len(totals), device=self.mesh.device)
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Run one microbatch forward through all stages; returns zero on all but the last."""
         rest = {name: value for name, value in batch.inputs.items() if name != "tokens"}
-        output = self.forward_only.run(batch.tokens, {**rest, "logits": self.loss.takes_logits})
-        return self.loss(output, batch.labels) if output is not None else torch.zeros((), device=self.mesh.device)
+        token_loss = self.loss.token_loss
+        output = self.forward_only.run(batch.tokens, {**rest, "logits": token_loss.takes_logits})
+        return torch.zeros((), device=self.mesh.device) if output is None else token_loss(output, batch.labels)
 
     def release(self) -> None:
         """Free the parameters that the forward passes gathered."""

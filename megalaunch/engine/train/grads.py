@@ -15,8 +15,8 @@ would take one small all-reduce per parameter and microbatch; here all of them a
 after the reduction over data-parallel ranks, so it holds only this rank's FSDP shards. The sum is taken in fp32,
 whatever the dtype of the gradients.
 
-Partial over stages: a tied head on another pipeline stage than the embedding holds a copy of its matrix; the copy's
-gradient is sent to the embedding's stage and added there.
+Partial over stages: a tied head or MTP depths on another pipeline stage than the embedding hold a copy of its matrix;
+the copy's gradient is sent to the embedding's stage and added there.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from megalaunch.engine.collectives import all_reduce_async
 from megalaunch.engine.dtensor import num_replicas, to_local_no_grad
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel.tied_embeddings import reduce_tied_embedding_grad
+from megalaunch.engine.parallel.embedding_copies import reduce_embedding_grads
 from megalaunch.engine.param_layout import get_param_layout
 from megalaunch.kernels.tensor_norms import per_tensor_norms
 
 
 @torch.no_grad()
 def finalize_grads(model: ModelParts, mesh: Mesh, sequence_parallel: bool) -> None:
-    """Sum partial gradients over tp, and the gradients of tied embeddings over pp, in place. Collective over tp and pp.
+    """Sum partial gradients over tp, and those of the embedding's copies over pp, in place. Collective over tp and pp.
 
     Megatron's counterpart is `finalize_model_grads`.
     """
     _all_reduce_partial_grads(mesh.tp, model, sequence_parallel)
-    reduce_tied_embedding_grad(model, mesh)
+    reduce_embedding_grads(model, mesh)
 
 
 def _all_reduce_partial_grads(axis: Axis, model: ModelParts, sequence_parallel: bool) -> None:

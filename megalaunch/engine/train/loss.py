@@ -99,9 +99,16 @@ class LinearCrossEntropy:
         """Return the summed loss, an fp32 scalar, of logits [B, S, v] or of the head's input [B, s, H]."""
         if self.takes_logits:
             return self._logits_loss(output, labels_BS)
+        return self.from_hidden(output, labels_BS)
+
+    def from_hidden(self, x_BsH: Tensor, labels_BS: Tensor) -> Tensor:
+        """Return the summed loss, an fp32 scalar, of the head's input [B, s, H]."""
         tp_region, head = self.model.tp_region, self.model.head
         assert head is not None, "only the last stage knows a loss"
-        x_TH = tp_region.gather_from_sequence_parallel_region(output).flatten(0, 1)
+        if self.chunks == 1:
+            (logits_BSv,) = tp_region.column_parallel_linear(x_BsH, head)
+            return self._logits_loss(self.model.softcap_logits(logits_BSv), labels_BS)
+        x_TH = tp_region.gather_from_sequence_parallel_region(x_BsH).flatten(0, 1)
         weight_vH = tp_region.local_param(head.weight, head.layout)
         loss = apply_function(
             _ChunkedLinearCrossEntropy,

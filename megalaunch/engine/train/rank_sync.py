@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,49 +18,56 @@ from megalaunch.engine.run_end import RankError, RunEnd
 class StepReduction:
     """Values reduced over all ranks after the backward pass; `stop` is the signal that any rank received.
 
-    `expert_sums` are those of `take_expert_sums`, over all ranks; None for a dense model.
+    `expert_sums` are those of `take_expert_sums`, over all ranks; None for a dense model. `mtp_losses` are those of MTP
+    depths.
     """
 
     loss: float
     grad_norm: float
     stop: signal.Signals | None
     expert_sums: Tensor | None = None
+    mtp_losses: tuple[float, ...] = ()
 
     @property
     def finite(self) -> bool:
         """False when any rank's loss or gradient holds NaN or infinity."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return all(math.isfinite(number) for number in (self.loss, self.grad_norm, *self.mtp_losses))
 
 
-def total_valid_tokens(mine: int, problem: RankError | None, step: int, device: torch.device) -> int:
-    """All-reduce the number of labels with a loss; raises a RunEnd on every rank if any has a problem.
+def total_valid_tokens(
+    mine: Sequence[int], problem: RankError | None, step: int, device: torch.device
+) -> tuple[int, ...]:
+    """All-reduce numbers of labels with a loss; raises a RunEnd on every rank if any has a problem.
 
     The problem count is part of the same all-reduce; the reasons are gathered only if it is not 0.
     """
-    sums = torch.tensor([mine, int(problem is not None)], dtype=torch.int64, device=device)
+    sums = torch.tensor([*mine, int(problem is not None)], dtype=torch.int64, device=device)
     dist.all_reduce(sums)
-    tokens, problems = sums.tolist()
+    *tokens, problems = sums.tolist()
     if problems:
         raise_on_all_ranks(problem, step)
-    return int(tokens)
+    return tuple(tokens)
 
 
 def reduce_step_stats(
-    loss: Tensor, squared_norm: Tensor, received: signal.Signals | None, expert_sums: Tensor | None = None
+    losses: Tensor, squared_norm: Tensor, received: signal.Signals | None, expert_sums: Tensor | None = None
 ) -> StepReduction:
-    """All-reduce the ranks' parts of loss, squared gradient norm and load of experts, and their stop signals, in fp64.
+    """All-reduce the ranks' losses, squared gradient norms, loads of experts and stop signals, in fp64.
 
-    `expert_sums` are this rank's, of all layers.
+    `losses` are the loss, and then those of MTP depths; `expert_sums` are this rank's, of all layers.
     """
-    numbers = torch.stack((loss.detach().double(), squared_norm.to(loss.device)))
-    shares = torch.cat((numbers, _encode_stop_signal(received).to(loss.device)))
+    losses = losses.detach().double().flatten()
+    numbers = torch.cat((losses, squared_norm.to(losses.device).view(1)))
+    shares = torch.cat((numbers, _encode_stop_signal(received).to(losses.device)))
     counted = len(shares)
     if expert_sums is not None:
         shares = torch.cat((shares, expert_sums.flatten()))
     dist.all_reduce(shares)
-    total_loss, total_square, *votes = shares[:counted].tolist()
+    total_loss, *others = shares[:counted].tolist()
+    mtp_losses, (total_square, *votes) = others[: len(losses) - 1], others[len(losses) - 1 :]
     sums = None if expert_sums is None else shares[counted:].view_as(expert_sums)
-    return StepReduction(total_loss, math.sqrt(total_square), _decode_stop_signal(votes), sums)
+    stop = _decode_stop_signal(votes)
+    return StepReduction(total_loss, math.sqrt(total_square), stop, sums, tuple(mtp_losses))
 
 
 def sync_stop_signal(

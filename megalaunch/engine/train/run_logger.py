@@ -92,6 +92,7 @@ class RunLogger:
             "step_seconds": seconds,
             "data_seconds": waited,
             "memory_bytes": memory_bytes,
+            **{f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.mtp_losses, start=1)},
             **(
                 {}
                 if result.experts is None

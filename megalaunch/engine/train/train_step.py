@@ -17,8 +17,8 @@ from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.load import ExpertStats
+from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
-from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.dataloader import StepBatch
 from megalaunch.engine.train.expert_load import take_expert_sums, update_expert_biases
@@ -36,7 +36,7 @@ _SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
 class StepResult:
     """Result of one step, the same on every rank; `tokens` counts labels with a loss, `stop` is a received signal.
 
-    `experts` is the load of the experts; None for a dense model.
+    `loss` is the decoder's, `mtp_losses` are those of MTP depths. `experts` is the load of the experts; None without.
     """
 
     loss: float
@@ -45,6 +45,7 @@ class StepResult:
     tokens: int
     stop: signal.Signals | None
     experts: ExpertStats | None = None
+    mtp_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,29 +91,32 @@ class TrainStep:
         """
         # All tp ranks and pipeline stages read the same samples: one of them contributes counts and losses to the sums.
         is_loss_rank = self._mesh.is_loss_rank
-        mine = batch.valid_tokens if is_loss_rank else 0
-        tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
+        problem = problem or batch.problem
+        mine = [0] * (1 + self._spec.model.mtp.num_layers)
+        if is_loss_rank and problem is None:
+            mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
+        tokens, *mtp_tokens = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
         with self._observer.phase_scope("forward"):
-            losses = self._forward_backward.train(batch, tokens)
+            losses = self._forward_backward.train(batch, tokens, mtp_tokens)
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)
         sums = take_expert_sums(self._model, self._mesh.device)
-        stats = reduce_step_stats(losses.sum() * float(is_loss_rank), squared_norm, received, sums)
+        stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)
         if not stats.finite:
             self._raise_non_finite(step, batch, losses, stats)
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
         self._optimizer.step(rate, clip_divisor(stats.grad_norm, self._spec.optimizer.clip_grad))
-        broadcast_tied_embedding(self._model, self._mesh)
+        broadcast_embedding(self._model, self._mesh)
         experts = None
         if stats.expert_sums is not None:
             update_expert_biases(self._model, stats.expert_sums, self._spec.model.moe)
             experts = ExpertStats.from_sums(stats.expert_sums)
-        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts)
+        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts, stats.mtp_losses)
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
         """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""
-        finite = torch.isfinite(losses).tolist()
+        finite = torch.isfinite(losses).all(dim=1).tolist()
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
         bad = bad if self._mesh.is_loss_rank else []
         mine = _NonFiniteRank(self._mesh.rank, [self._samples.describe(index) for index in bad])

@@ -20,8 +20,8 @@ from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
-from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.checkpointer import (
     Checkpointer,
@@ -133,7 +133,7 @@ class Trainer:
             self._saver.saved = found
             self._record.phase("loading")
             self._progress = restore_run(found, self._spec.model, self._state.model, self._state.optimizer)
-            broadcast_tied_embedding(self._state.model, self._mesh)
+            broadcast_embedding(self._state.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
         else:
             self._load_initial_weights()
@@ -153,7 +153,7 @@ class Trainer:
         num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
         save_source_files(Path(source).expanduser(), self._directory, num_tokens)
         load_pretrained(Path(source).expanduser(), self._spec.model, self._state.model)
-        broadcast_tied_embedding(self._state.model, self._mesh)
+        broadcast_embedding(self._state.model, self._mesh)
         self._record.event("note", message=f"begins with the weights of {source}")
         reading = run_on_rank0(partial(describe_verification, Path(source).expanduser()))
         if reading is not None:
@@ -166,6 +166,7 @@ class Trainer:
             self._batch_sampler,
             self._mesh.device,
             waiting=lambda step: self._record.heartbeat("waiting for tokens", step),
+            mtp_depths=self._spec.model.mtp.num_layers,
         )
         step = TrainStep(
             self._spec,

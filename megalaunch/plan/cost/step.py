@@ -228,8 +228,8 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
 
 
 def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[VirtualStage, ...]) -> float:
-    """Return the seconds of the heads of one rank: the model's and those of MTP depths."""
-    heads = sum(chunk.head + chunk.depths for chunk in chunks)
+    """Return the seconds of the head on one rank, which it applies to the decoder's output and to each MTP depth's."""
+    heads = any(chunk.head for chunk in chunks) * (1 + spec.model.mtp.num_layers)
     return heads * _head_time(spec.model, _shape(spec, topology), device) if heads else 0.0
 
 

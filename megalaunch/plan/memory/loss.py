@@ -17,6 +17,7 @@ class LossBytes:
 
     Attributes:
         logits: peak bytes of logits.
+        depth_logits: logits of each MTP depth, whose loss is computed before.
         pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
         with_logits: allocated at the same time as the logits, such as gradients of the head.
         while_scaling: while the head's gradients are scaled, after the logits are freed.
@@ -24,6 +25,7 @@ class LossBytes:
     """
 
     logits: float
+    depth_logits: float
     pending_logits: float = 0.0
     with_logits: float = 0.0
     while_scaling: float = 0.0
@@ -42,6 +44,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
         logits = (profile.logit_bytes + compute_bytes) * vocab_rows * chunk
         return LossBytes(
             logits,
+            depth_logits=0.0,
             with_logits=head_gradients + gathered,
             while_scaling=2 * head_gradients,
             pending_gradients=head_gradients,
@@ -49,9 +52,12 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     if profile.loss_in_place:
         cast = compute_bytes if compute_bytes < 4 else 0
         logits = (profile.logit_bytes + cast) * vocab_rows * tokens
-        return LossBytes(logits, logits if topology.pp > 1 else 0.0, with_logits=head_gradients + gathered)
+        held = profile.logit_bytes * vocab_rows * tokens
+        return LossBytes(logits, held, logits if topology.pp > 1 else 0.0, with_logits=head_gradients + gathered)
     own, pending = _pipeline_bytes_per_logit(topology, profile, compute_bytes)
-    return LossBytes((profile.logit_bytes + own) * vocab_rows * tokens, pending * vocab_rows * tokens)
+    held = profile.pending_logit_bytes or profile.logit_bytes
+    width = vocab_rows * tokens
+    return LossBytes((profile.logit_bytes + own) * width, held * width, pending * width)
 
 
 def _pipeline_bytes_per_logit(topology: Topology, profile: MemoryProfile, compute_bytes: int) -> tuple[float, float]:

@@ -60,14 +60,17 @@ def model_states(
     shards = 1 if replicated else topology.dp_shard * topology.cp
     expert_shards = 1 if replicated else max(1, topology.edp // spec.parallel.dp_replicate)
     sharded_params = params.dense / shards + params.experts / expert_shards
+    updated_params = sharded_params - params.copies / shards  # those with optimizer states
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
     moment_bytes = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
     if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_main_params(spec):
         return _single_rank(spec, params, topology, moment_bytes, in_flight)
     if profile.sharded_main_params:
-        return _fsdp(spec, topology, params, profile, sharded_params, shards, moment_bytes, in_flight)
-    optimizer = moment_bytes if _computes_with_main_params(spec) else moment_bytes + main_param_bytes(spec) * on_device
-    return _distributed_optimizer(spec, params, sharded_params, optimizer, profile)
+        optimizer = moment_bytes * updated_params
+        return _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
+    if not _computes_with_main_params(spec):
+        moment_bytes += main_param_bytes(spec) * on_device
+    return _distributed_optimizer(spec, params, sharded_params, moment_bytes, profile)
 
 
 def main_param_bytes(spec: RunSpec) -> int:
@@ -112,7 +115,7 @@ def _fsdp(
     profile: MemoryProfile,
     sharded_params: float,
     shards: int,
-    moment_bytes: float,
+    optimizer: float,
     in_flight: int,
 ) -> ModelStates:
     """FSDP2: sharded main parameters, from which copies in the compute dtype are all-gathered.
@@ -141,7 +144,7 @@ def _fsdp(
     if full_grads and accumulates:
         layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
     return ModelStates(
-        optimizer=moment_bytes * sharded_params,
+        optimizer=optimizer,
         loss=MemoryPhase(main_params + per_param.compute * loss_gathered, grads_in_forward),
         layer=MemoryPhase(
             main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
@@ -227,7 +230,7 @@ def _single_rank(
     earlier_grads = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
     grads_in_forward = all_grads if earlier_grads else 0.0
     return ModelStates(
-        optimizer=moment_bytes * all_params,
+        optimizer=moment_bytes * (all_params - params.copies),
         loss=MemoryPhase(weights, grads_in_forward),
         layer=MemoryPhase(weights, grads_in_forward, 0.0 if earlier_grads else gradient * params.head),
         grad_reduce=0.0 if earlier_grads else gradient * params.layer,

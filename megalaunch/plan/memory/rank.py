@@ -121,7 +121,7 @@ def _peak_candidates(
     """Yield the memory in each phase that may have the peak of a rank."""
     states = model_states(spec, topology, params, profile, saved.num_microbatches)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
-    losses = sum(chunk.head + chunk.depths for chunk in chunks)
+    losses = any(chunk.head for chunk in chunks) * (1 + spec.model.mtp.num_layers)
     loss = loss_bytes(spec, topology, profile, tokens)
     pending = losses * (saved.head_microbatches - 1)
     held_logits = losses * tokens * _deferred_head(spec, topology, profile) + pending * loss.pending_logits
@@ -147,7 +147,8 @@ def _peak_candidates(
         )
 
     if losses:
-        yield at(LOSS, states.loss, saved.all, losses * loss.logits, head_gradients=losses * loss.with_logits)
+        logits = loss.logits + (losses - 1) * loss.depth_logits
+        yield at(LOSS, states.loss, saved.all, logits, head_gradients=losses * loss.with_logits)
         yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
     yield at(LAYER, states.layer, saved.all + saved.backward_peak, buffers=tokens * saved.p2p_gradients)
     if states.grad_reduce:

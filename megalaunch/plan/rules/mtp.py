@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.stage_validation import SPLIT_BACKWARD
 
 register_inert(
     InertSetting(
@@ -57,6 +58,34 @@ def full_recompute(at: RuleContext) -> Iterator[Violation]:
             f"recompute.num_layers is {recompute.num_layers}, but multi-token prediction needs chunks of 1 layer",
             {"num_layers": recompute.num_layers, "mtp_num_layers": depths},
             ({"recompute.num_layers": 1}, {"recompute.method": "block"}),
+        )
+
+
+@rule("mtp.dynamic_cp", "dynamic_context_parallel is off with multi-token prediction.")
+def dynamic_cp(at: RuleContext) -> Iterator[Violation]:
+    """Dynamic context parallelism partitions a microbatch by document, but not the shifted tokens of MTP depths."""
+    p, depths = at.spec.parallel, at.spec.model.mtp.num_layers
+    if p.dynamic_context_parallel and p.cp > 1 and depths:
+        yield Violation(
+            "parallel.dynamic_context_parallel",
+            "dynamic_context_parallel does not support multi-token prediction",
+            {"cp": p.cp, "mtp_num_layers": depths},
+            ({"parallel.dynamic_context_parallel": False}, {"model.mtp.num_layers": 0}),
+        )
+
+
+@rule("mtp.tied_split_backward", "With multi-token prediction and tied embeddings backward passes are whole.")
+def tied_split_backward(at: RuleContext) -> Iterator[Violation]:
+    """zero_bubble, zbv and dualpipev compute weight gradients in a pass of their own. A tied weight is used before and
+    after each depth, whose backward that pass would run a second time.
+    """
+    p, model = at.spec.parallel, at.spec.model
+    if p.pp > 1 and p.schedule in SPLIT_BACKWARD and model.mtp.num_layers and model.tie_word_embeddings:
+        yield Violation(
+            "parallel.schedule",
+            f"schedule={p.schedule} does not support multi-token prediction with tied embeddings",
+            {"schedule": p.schedule, "mtp_num_layers": model.mtp.num_layers},
+            ({"parallel.schedule": "auto"}, {"model.tie_word_embeddings": False}, {"model.mtp.num_layers": 0}),
         )
 
 

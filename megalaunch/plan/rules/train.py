@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.stage_validation import SPLIT_BACKWARD
 
 
 @rule("train.exit_at_step", "exit_at_step is at most train.steps.")
@@ -76,7 +77,6 @@ register_inert(
 )
 
 
-_SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
 _UNSUPPORTED_MODULES = ("norm", "mlp", "activation")
 
 
@@ -84,7 +84,7 @@ _UNSUPPORTED_MODULES = ("norm", "mlp", "activation")
 def compile_split_backward(at: RuleContext) -> Iterator[Violation]:
     """A compiled layer has one backward function, but these schedules call its halves separately (pytorch#161904)."""
     p = at.spec.parallel
-    if at.spec.train.compile and p.pp > 1 and p.schedule in _SPLIT_BACKWARD:
+    if at.spec.train.compile and p.pp > 1 and p.schedule in SPLIT_BACKWARD:
         yield Violation(
             "train.compile",
             f"schedule={p.schedule} splits each backward pass, but a compiled layer has one backward function",

@@ -21,8 +21,8 @@ from random_layouts import Layout, name_of, random_layouts, ranks_of, smallest_s
 from megalaunch.engine.checkpoint.async_save import PinnedStaging
 from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
-from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
@@ -100,7 +100,7 @@ def loaded(spec: RunSpec, checkpoint: Path) -> Numbers:
     """Load into a model that has no weights yet, and go on."""
     run = Run(spec, loads=True)
     assert restore_run(checkpoint, spec.model, run.model, run.optimizer).step == SAVED
-    broadcast_tied_embedding(run.model, run.mesh)
+    broadcast_embedding(run.model, run.mesh)
     return run.after()
 
 

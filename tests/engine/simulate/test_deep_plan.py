@@ -212,8 +212,8 @@ def test_names_of_groups():
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
         deep_plan(small_spec(parallel__dp=2), 2)
-    with pytest.raises(ValueError, match=r"does not run model\.mtp\.num_layers=1"):
-        deep_plan(small_spec(model__mtp={"num_layers": 1}))
+    with pytest.raises(ValueError, match=r"does not run optimizer\.name=muon"):
+        deep_plan(small_spec(optimizer__name="muon"))
     assert not dist.is_initialized()
 
 

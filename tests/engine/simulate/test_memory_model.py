@@ -94,6 +94,8 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full")),
+    Case("dp", 1, (8, 4, 2048), LOSS, ("model.mtp.num_layers=2",)),
+    Case("pp2", 2, (8, 1, 2048), LOSS, ("parallel.num_layers_in_first_pipeline_stage=2", "model.mtp.num_layers=1"), 1),
     Case("dp", 1, (8, 4, 1024), LOSS, shape=GPT2),  # LayerNorm, biases, learned positions, tied embeddings
     Case("dp", 1, (8, 4, 1024), LOSS, shape=QWEN3),  # norms of queries and keys
     Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),

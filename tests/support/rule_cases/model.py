@@ -89,6 +89,16 @@ MTP = {
     "mtp.recompute": Case(
         "recompute.num_layers=2", "recompute.num_layers=1", (*DEEPSEEK, "recompute.granularity=full")
     ),
+    "mtp.dynamic_cp": Case(
+        "parallel=cp2", "parallel=dp2",
+        (*TINY, "model.mtp.num_layers=1", "model.family=deepseek_v3", "parallel.dynamic_context_parallel=true",
+         "data.reset_attention_mask=true"),
+    ),
+    "mtp.tied_split_backward": Case(
+        "parallel.schedule=zbv", "parallel.schedule=interleaved",
+        (*TINY, "model.mtp.num_layers=1", "model.family=deepseek_v3", "model.num_layers=4", "parallel=pp2vpp2",
+         "model.tie_word_embeddings=true", "batch.micro_batch_size=1"),
+    ),
     "mtp.length": Case("model.mtp.num_layers=32", "model.mtp.num_layers=31", DEEPSEEK),
 }  # fmt: skip
 EXPERTS = {
