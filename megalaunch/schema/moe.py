@@ -43,7 +43,9 @@ class MoESpec:
         None, "The score of a group is the sum of this many of its highest; null: top_k / top_k_groups.", minimum=1
     )
     balance_loss: BalanceLoss = setting(
-        "none", "Auxiliary load-balancing loss: over a microbatch (batch), each sequence, or the global batch."
+        "none",
+        "Auxiliary load-balancing loss: over a microbatch (batch), each sequence, or with the load of the "
+        "previous step's global batch.",
     )
     balance_loss_coeff: float = setting(0.0, "Coefficient of the auxiliary loss.", minimum=0)
     z_loss_coeff: float = setting(

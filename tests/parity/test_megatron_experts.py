@@ -160,9 +160,9 @@ def both(config: MoEConfig, options: dict[str, Any]) -> list[dict[str, torch.Ten
     leaf = x_BSH.clone().requires_grad_()
     y_BSH = ours(leaf)
     y_BSH.backward(gradient_BSH)
-    *counts, _, balance, z = ours.router.load.take(x_BSH.device)
+    sums = ours.router.load.take(x_BSH.device)
     mine = {name: p.grad for name, p in ours.named_parameters()}
-    mine |= {"output": y_BSH.detach(), "input": leaf.grad, "counts": torch.stack(counts), "balance": balance, "z": z}
+    mine |= {"output": y_BSH.detach(), "input": leaf.grad, "counts": sums[:EXPERTS], "balance": sums[-2], "z": sums[-1]}
 
     leaf = x_BSH.transpose(0, 1).contiguous().requires_grad_()
     y_SBH, _ = theirs(leaf)

@@ -15,6 +15,7 @@ from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.balancing import Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
+from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
 from megalaunch.engine.parallel.activation_offload import Offload, apply_offload, offload_tensor
@@ -124,6 +125,9 @@ def materialize(model: ModelParts, mesh: Mesh) -> None:
         part.tie()
     for _, buffer in model.named_buffers():
         buffer.zero_()
+    for module in model.modules():
+        if isinstance(module, Router) and module.previous_load_E is not None:
+            module.previous_load_E = torch.zeros_like(module.previous_load_E, device=mesh.device)
 
 
 def initialize_weights(model: ModelParts, mesh: Mesh, seed: int) -> None:

@@ -24,6 +24,7 @@ from megalaunch.engine.checkpoint.store import load_checkpoint, prune_checkpoint
 from megalaunch.engine.model.decoder import strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.run_end import RankError
+from megalaunch.engine.train.expert_load import router_states
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
@@ -170,11 +171,11 @@ class Checkpointer:
 def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
     """Return weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`): global shapes, sharing memory.
 
-    Weights include the buffers of the model, which have no moments.
+    Weights include the buffers of the model, which have no moments. Routers may have a state of their own.
     """
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
-    return weights | buffers | optimizer.states()
+    return {**weights, **buffers, **optimizer.states(), **router_states(model)}
 
 
 def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:

@@ -21,7 +21,7 @@ from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.dataloader import StepBatch
-from megalaunch.engine.train.expert_load import take_expert_sums, update_expert_biases
+from megalaunch.engine.train.expert_load import take_expert_sums, update_routers
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW, learning_rate
@@ -110,7 +110,7 @@ class TrainStep:
         broadcast_embedding(self._model, self._mesh)
         experts = None
         if stats.expert_sums is not None:
-            update_expert_biases(self._model, stats.expert_sums, self._spec.model.moe)
+            update_routers(self._model, stats.expert_sums, self._spec.model.moe)
             experts = ExpertStats.from_sums(stats.expert_sums)
         return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts, stats.mtp_losses)
 

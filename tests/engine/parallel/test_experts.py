@@ -112,8 +112,8 @@ def test_one_rank_has_the_numbers_of_plain_torch(moe):
 
 @pytest.fixture(scope="module")
 def balanced_run(tmp_path_factory):
-    """Ten steps with an expert bias that nothing stops, by the trainer."""
-    moe = replace(MoESpec(), **DEEPSEEK | {"balance_bias_rate": 1e-4})
+    """Ten steps with an expert bias that nothing stops and the load of the step before, by the trainer."""
+    moe = replace(MoESpec(), **DEEPSEEK | {"balance_bias_rate": 1e-4, "balance_loss": "global"})
     beside = CheckpointSpec(interval=5, async_save=True)
     spec = replace(ten_steps(tmp_path_factory.mktemp("tokens")), checkpoint=beside)
     spec = replace(spec, model=replace(spec.model, moe=moe))
@@ -142,6 +142,7 @@ def test_a_resumed_run_has_the_same_expert_bias(balanced_run, tmp_path, layout):
         assert first[name].dtype == torch.float32
         assert first[name].any()
         assert torch.equal(first[name], second[name])
+    assert "router.layers.1.previous_load" in first
     found, expected = (steps_of(root) for root in (tmp_path / "run", whole))
     assert [line["step"] for line in found] == list(range(1, 11))
     for key in ("moe_balance_loss", "moe_load_max", "moe_load_entropy"):

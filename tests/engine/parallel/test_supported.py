@@ -33,7 +33,6 @@ BESIDE = {
     "parallel.ep": EP,
     "parallel.moe_token_dispatcher_type": EP,
     "recompute.method": {"recompute.method": "uniform"},
-    "model.moe.balance_loss": {"model.moe.num_experts": 4, "model.moe.balance_loss_coeff": 0.1},
 }
 
 

@@ -74,7 +74,12 @@ def count_tokens(expert_ids_Tk: Tensor, num_experts: int, sequences: int) -> Ten
 
 
 def router_losses(
-    config: MoEConfig, balancing: Balancing, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor
+    config: MoEConfig,
+    balancing: Balancing,
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    counts_BE: Tensor,
+    previous_load_E: Tensor | None = None,
 ) -> RouterLosses:
     """Return the losses of one microbatch, each with its coefficient.
 
@@ -86,6 +91,8 @@ def router_losses(
 
     `balance_loss=sequence` computes the balance loss of each sequence and averages over sequences. Counts and N are
     those of all ranks that share the sequences; the sums over tokens are over this rank's tokens.
+    `balance_loss=global` has `previous_load_E` in place of c_e / (k N): the shares of the global batch of the step
+    before, 0 in the first step. Those of this step are known only when its backward passes are over.
     """
     zero = logits_TE.new_zeros(())
     if config.balance_loss == "none" and not config.z_loss_coeff:
@@ -99,8 +106,12 @@ def router_losses(
     if config.balance_loss != "none":
         shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if config.score == "sigmoid" else scores_TE
         sums_BE = shares_TE.view(groups, -1, config.num_experts).sum(1)
-        factor = config.balance_loss_coeff * config.num_experts * groups / config.top_k
-        balance = factor / tokens.square() * (counts_BE * sums_BE).sum()
+        if previous_load_E is None:
+            factor = config.balance_loss_coeff * config.num_experts * groups / config.top_k
+            balance = factor / tokens.square() * (counts_BE * sums_BE).sum()
+        else:
+            factor = config.balance_loss_coeff * config.num_experts
+            balance = factor / tokens * (previous_load_E * sums_BE).sum()
     if config.z_loss_coeff:
         z = config.z_loss_coeff / tokens * logits_TE.logsumexp(-1).square().sum()
     return RouterLosses(balance, z, attached=True)

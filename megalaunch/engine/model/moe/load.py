@@ -14,17 +14,22 @@ from torch import Tensor, nn
 from megalaunch.engine.model.moe.balancing import RouterLosses
 from megalaunch.engine.torch_private import is_in_backward
 
-SUMS = 3  # dropped pairs, balance loss and z-loss, behind the counts
+_NUMBERS = 3  # dropped pairs, balance loss and z-loss, behind the counts
 
 
 class ExpertLoad:
-    """Since the last `take`: this rank's tokens by expert, its dropped pairs, and its parts of the router's losses."""
+    """Since the last `take`: this rank's tokens by expert, its dropped pairs, and its parts of the router's losses.
+
+    Tokens are counted twice: by the experts that they are sent to, and by those of their best scores.
+    """
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
         self._sums: Tensor | None = None
 
-    def record(self, counts_BE: Tensor, losses: RouterLosses, dropped: Tensor, microbatches: int) -> None:
+    def record(
+        self, counts_BE: Tensor, best_BE: Tensor, losses: RouterLosses, dropped: Tensor, microbatches: int
+    ) -> None:
         """Add one microbatch; recomputation in the backward pass and evaluation add nothing.
 
         `counts_BE` are those before any were dropped.
@@ -32,7 +37,8 @@ class ExpertLoad:
         if is_in_backward() or not torch.is_grad_enabled():
             return
         numbers = torch.stack((losses.balance, losses.z)).detach().double() / microbatches
-        sums = torch.cat((counts_BE.detach().sum(0).double(), dropped.double()[None], numbers))
+        counts = torch.cat((counts_BE.sum(0), best_BE.sum(0))).double()
+        sums = torch.cat((counts, dropped.double()[None], numbers))
         self._sums = sums if self._sums is None else self._sums + sums
 
     def forget(self) -> None:
@@ -40,10 +46,10 @@ class ExpertLoad:
         self._sums = None
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the sums, fp64 [E + 3], and start again from 0."""
+        """Return the sums, fp64 [2 E + 3], and start again from 0."""
         sums = self._sums
         self.forget()
-        return torch.zeros(self._num_experts + SUMS, dtype=torch.float64, device=device) if sums is None else sums
+        return torch.zeros(num_sums(self._num_experts), dtype=torch.float64, device=device) if sums is None else sums
 
 
 def forget_load(model: nn.Module) -> None:
@@ -74,9 +80,9 @@ class ExpertStats:
 
     @classmethod
     def from_sums(cls, sums_LE: Tensor) -> ExpertStats:
-        """Summarize the layers' sums [L, E + 3] over all ranks."""
+        """Summarize the layers' sums [L, 2 E + 3] over all ranks."""
         rows = sums_LE.cpu()
-        counts_LE, dropped_L, losses = rows[:, :-SUMS], rows[:, -SUMS], rows[:, 1 - SUMS :].sum(0)
+        counts_LE, dropped_L, losses = expert_counts(rows), rows[:, -_NUMBERS], rows[:, 1 - _NUMBERS :].sum(0)
         pairs_L = counts_LE.sum(1).clamp(min=1)
         shares_LE = counts_LE / pairs_L[:, None]
         experts = shares_LE.shape[1]
@@ -91,5 +97,15 @@ class ExpertStats:
 
 
 def expert_counts(sums_LE: Tensor) -> Tensor:
-    """Return the tokens of each expert, [L, E], of the layers' sums [L, E + 3]."""
-    return sums_LE[:, :-SUMS]
+    """Return the tokens that are sent to each expert, [L, E], of the layers' sums [L, 2 E + 3]."""
+    return sums_LE[:, : (sums_LE.shape[1] - _NUMBERS) // 2]
+
+
+def best_counts(sums_LE: Tensor) -> Tensor:
+    """Return the tokens that have each expert among their best scores, [L, E], of the layers' sums [L, 2 E + 3]."""
+    return sums_LE[:, (sums_LE.shape[1] - _NUMBERS) // 2 : -_NUMBERS]
+
+
+def num_sums(num_experts: int) -> int:
+    """Return the number of a layer's sums, 2 E + 3."""
+    return 2 * num_experts + _NUMBERS

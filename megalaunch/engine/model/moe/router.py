@@ -29,6 +29,7 @@ class Router(nn.Module):
     """The router: a linear layer, computed in `moe.router_dtype`. Replicated: each rank routes its own tokens.
 
     `expert_bias` (moe.balance_bias) is added to the scores for the choice of experts only, and has no gradient.
+    `previous_load_E` (balance_loss=global) are the experts' shares of the tokens of the step before.
     """
 
     layout = REPLICATED
@@ -39,6 +40,8 @@ class Router(nn.Module):
         self.load = ExpertLoad(config.num_experts)
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
+        # No buffer: it is no weight of the model, but a state of its training.
+        self.previous_load_E = torch.zeros(config.num_experts) if config.balance_loss == "global" else None
         self.expert_bias: Tensor | None
         self.register_buffer(
             "expert_bias", torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias else None
@@ -58,11 +61,12 @@ class Router(nn.Module):
             return Routing(expert_ids_Tk, weights_Tk)
         counts_BE = count_tokens(expert_ids_Tk, config.num_experts, sequences)
         best_BE = self.count_best(scores_TE.detach(), counts_BE)
-        losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE)
+        losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE, self.previous_load_E)
         if losses.attached:
             weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
         routing = limit_to_capacity(config, self.balancing, Routing(expert_ids_Tk, weights_Tk), sequences)
-        self.load.record(counts_BE, losses, routing.count_dropped(config.num_experts), self.balancing.microbatches)
+        dropped = routing.count_dropped(config.num_experts)
+        self.load.record(counts_BE, best_BE, losses, dropped, self.balancing.microbatches)
         return routing
 
     def count_best(self, scores_TE: Tensor, chosen_BE: Tensor) -> Tensor:

@@ -48,6 +48,18 @@ def test_balance_loss_of_a_microbatch_and_of_sequences(logits, score):
     assert losses_of(config, logits).balance.item() == pytest.approx(0.3 * sum(each) / SEQUENCES, rel=1e-5)
 
 
+def test_the_global_loss_has_the_load_of_the_step_before(logits):
+    config, load_E = replace(CONFIG, balance_loss="global"), torch.tensor([0.5, 0.2, 0.3, 0.0, 0.0])
+    counts = count_tokens(top_k_stable(logits, TOP_K), EXPERTS, SEQUENCES)
+    found = router_losses(config, ONE_RANK, logits, logits.softmax(-1), counts, load_E).balance.item()
+    assert found == pytest.approx(0.3 * EXPERTS * (logits.softmax(-1).mean(0) * load_E).sum().item(), rel=1e-5)
+    # With the load of the microbatch itself it is the loss of the microbatch.
+    batch = losses_of(replace(CONFIG, balance_loss="batch"), logits).balance.item()
+    load_E = counts.sum(0) / counts.sum()
+    found = router_losses(config, ONE_RANK, logits, logits.softmax(-1), counts, load_E).balance.item()
+    assert found == pytest.approx(batch, rel=1e-5)
+
+
 def test_an_even_load_has_a_balance_loss_of_the_coefficient():
     even = torch.zeros(EXPERTS, EXPERTS)
     counts = torch.full((1, EXPERTS), float(TOP_K))
@@ -155,7 +167,7 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_stats_of_a_step():
-    sums = torch.tensor([[4.0, 4, 4, 4, 0, 0.5, 0.25], [16, 0, 0, 0, 4, 1.0, 0.25]], dtype=torch.float64)
+    sums = torch.tensor([[4.0] * 8 + [0, 0.5, 0.25], [16, 0, 0, 0] * 2 + [4, 1.0, 0.25]], dtype=torch.float64)
     stats = ExpertStats.from_sums(sums)
     assert (stats.balance_loss, stats.z_loss) == (1.5, 0.5)
     assert stats.load_max == [1.0, 4.0]
