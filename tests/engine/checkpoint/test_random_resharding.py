@@ -111,9 +111,6 @@ def joined(ranks: int, *job: object) -> Numbers:
     return Numbers({name: g for numbers in every for name, g in numbers.gradients.items()}, every[0].losses)
 
 
-QUICK = 1  # of the pairs drawn
-
-
 def pairs(count: int, seed: int) -> list[tuple[Layout, Layout]]:
     """Pairs of layouts that differ; every second run has tied embeddings, every third experts, on both sides."""
     found = []
@@ -131,13 +128,10 @@ def pytest_generate_tests(metafunc):
     drawn = pairs(metafunc.config.getoption("pairs"), metafunc.config.getoption("seed"))
     names = [f"{name_of(first)} to {name_of(second)}" for first, second in drawn]
     if "pair" in metafunc.fixturenames:
-        cases = [
-            pytest.param(number, pair, marks=[pytest.mark.slow] if number >= QUICK else [])
-            for number, pair in enumerate(drawn)
-        ]
-        metafunc.parametrize(("number", "pair"), cases, ids=names)
+        metafunc.parametrize(("number", "pair"), list(enumerate(drawn)), ids=names)
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_under_another_layout(tmp_path, number, pair):
     first, second = pair
     sizes = smallest_sizes(first, second)

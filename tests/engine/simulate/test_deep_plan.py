@@ -70,29 +70,31 @@ def test_states_are_divided_as_the_strategy_says():
         assert found.kinds["optimizer"] == moments * PARAMETERS, strategy
 
 
+TWO_STAGES_A_RANK = {"parallel__pp": 2, "parallel__vpp": 2, "model__num_layers": 4}
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {"parallel__dp": 2},
-        pytest.param({"parallel__pp": 3, "parallel__schedule": "gpipe"}, marks=pytest.mark.slow),
-        {"parallel__pp": 3, "parallel__schedule": "1f1b"},
-        pytest.param(
-            {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved", "model__num_layers": 4},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv", "model__num_layers": 4},
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ("microbatches", "layout"),
+    slow_but(
+        [
+            (6, {"parallel__dp": 2}),
+            (10, {"parallel__pp": 3, "parallel__schedule": "gpipe"}),
+            (10, {"parallel__pp": 3, "parallel__schedule": "1f1b"}),
+            (16, {**TWO_STAGES_A_RANK, "parallel__schedule": "interleaved"}),
+            (16, {**TWO_STAGES_A_RANK, "parallel__schedule": "zbv"}),
+        ],
+        (6, {"parallel__dp": 2}),
+        (10, {"parallel__pp": 3, "parallel__schedule": "1f1b"}),
+    ),
 )
-def test_a_part_of_the_microbatches_tells_of_all(layout, monkeypatch):
-    spec = small_spec(batch__micro_batch_size=1, batch__global_batch_size=16 * layout.get("parallel__dp", 1), **layout)
+def test_a_part_of_the_microbatches_tells_of_all(microbatches, layout, monkeypatch):
+    samples = microbatches * layout.get("parallel__dp", 1)
+    spec = small_spec(batch__micro_batch_size=1, batch__global_batch_size=samples, **layout)
     part = deep_plan(spec, 0)
-    assert part.computed < part.microbatches == 16
+    assert part.computed < part.microbatches == microbatches
     monkeypatch.setattr(deep, "enough_microbatches", lambda spec, topology: iter(()))
     whole = deep_plan(spec, 0)
-    assert whole.computed == 16
+    assert whole.computed == microbatches
     assert (part.kinds, part.phase) == (whole.kinds, whole.phase)
     assert part.collectives == whole.collectives
 
