@@ -60,8 +60,8 @@ LIMITS = (
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
     Limit(
         "recompute.modules",
-        ("attention", "norm", "mlp", "activation"),
-        "recomputation inside experts and latent attention",
+        ("attention", "norm", "mlp", "activation", "moe"),
+        "recomputation of shared experts alone and of the up projections of latents",
     ),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),

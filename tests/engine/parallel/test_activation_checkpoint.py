@@ -14,6 +14,7 @@ from slow_cases import slow_but
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
+from megalaunch.schema import RunSpec
 from megalaunch.schema.recompute import RecomputeSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -55,9 +56,9 @@ def test_other_choices(choice):
     hold_to_one_process(spec)
 
 
-def _kept(**settings: Any) -> int:
+def _kept(spec: RunSpec | None = None, **settings: Any) -> int:
     """Bytes that are alive after a small decoder's forward pass."""
-    model = build_decoder(small_spec().model)
+    model = build_decoder((spec or small_spec()).model)
     init_weights(model, 0)
     apply_recompute(model, RecomputeSpec(**settings))
     with LiveBytes() as live:
@@ -75,6 +76,15 @@ def test_less_is_kept():
     assert _kept(granularity="full", num_layers=3) < full
     assert parts < _kept(granularity="selective", modules=("norm",)) < everything
     assert _kept(granularity="selective", modules=("norm", "mlp")) < _kept(granularity="selective", modules=("mlp",))
+
+
+def test_less_of_experts_is_kept():
+    spec = small_spec(model__moe={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40})
+    everything, full = _kept(spec, granularity="none"), _kept(spec, granularity="full")
+    experts = _kept(spec, granularity="selective", modules=("moe",))
+    assert full < _kept(spec, granularity="selective", modules=("norm", "moe")) < experts
+    assert experts < _kept(spec, granularity="selective", modules=("activation",)) < everything
+    assert everything - experts > 0.7 * (everything - full)
 
 
 def test_nothing_is_remembered_after_the_layer():

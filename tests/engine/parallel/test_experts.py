@@ -54,6 +54,23 @@ def expert_spec(moe, model=None, **parallel):
     return small_spec(model__moe=moe, model__num_layers=4, **(model or {}), **layout)
 
 
+RECOMPUTED = {
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2tp2sp": {"tp": 2, "sequence_parallel": True, "ep": 2},
+    "ep2pp2 zero bubble": {"dp": 2, "ep": 2, "pp": 2, "schedule": "zero_bubble"},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(list(RECOMPUTED), "ep2", "ep2tp2sp"))
+@pytest.mark.parametrize(("model", "modules"), [("batch", ["norm", "moe"]), ("sequence", ["moe"])])
+def test_recomputed_experts_have_the_numbers_of_one_process(model, modules, name):
+    """Tokens are dispatched again in the backward pass; loads and losses are counted once."""
+    again = {"recompute__granularity": "selective", "recompute__modules": modules}
+    spec = expert_spec(MODELS[model], again, **RECOMPUTED[name])
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
+    assert_same(joined_stages(every), alone(model))
+
+
 LATENT = {
     "model__mla": {
         "kv_lora_rank": 10,
