@@ -46,7 +46,6 @@ class Limit:
 
 
 LIMITS = (
-    Limit("model.moe.input_jitter", (0.0,), "noise on the router's input"),
     Limit("parallel.moe_token_dispatcher_type", ("alltoall", "allgather"), "DeepEP"),
     Limit(
         "parallel.overlap_moe_expert_parallel_comm",

@@ -89,7 +89,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
         batch = make_batch(spec, mesh, 1)
         microbatch = batch.microbatches[0].map(lambda part: part.to(device))
         inputs = {name: value for name, value in microbatch.inputs.items() if name != "tokens"}
-        streams = sample_seeds(spec.train.seed, batch.indices[0], device) if model.config.has_dropout else None
+        streams = sample_seeds(spec.train.seed, batch.indices[0], device) if model.config.needs_seeds else None
         found = []
         for part in model.parts:
             loss = LinearCrossEntropy(part, spec.train.loss_chunks)

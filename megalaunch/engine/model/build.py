@@ -140,6 +140,7 @@ def _moe(model: ModelSpec) -> MoEConfig | None:
         capacity_factor=moe.capacity_factor,
         drop_policy=moe.drop_policy,
         pad_to_capacity=moe.pad_to_capacity,
+        input_jitter=moe.input_jitter,
     )
 
 

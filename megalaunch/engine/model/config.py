@@ -121,6 +121,7 @@ class MoEConfig:
     capacity_factor: float | None = None
     drop_policy: DropPolicy = "probs"
     pad_to_capacity: bool = False
+    input_jitter: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +151,10 @@ class DecoderConfig:
     embedding_init_std: float
 
     @property
-    def has_dropout(self) -> bool:
-        """True if any dropout rate is above 0."""
-        return max(self.hidden_dropout, self.embedding_dropout, self.attention.dropout) > 0
+    def needs_seeds(self) -> bool:
+        """True if any dropout rate or the jitter of routers is above 0."""
+        jitter = 0.0 if self.moe is None else self.moe.input_jitter
+        return max(self.hidden_dropout, self.embedding_dropout, self.attention.dropout, jitter) > 0
 
     @property
     def num_layers(self) -> int:

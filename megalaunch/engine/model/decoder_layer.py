@@ -5,6 +5,8 @@ Shapes: B batch, S sequence, s a rank's shard of it between tensor-parallel regi
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.attention import Attention, LayerKVCache
@@ -72,7 +74,9 @@ class DecoderLayer(nn.Module):
             self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.attention_seeds
         )
         residual = x_BSH + maybe_dropout(self.attention_out_norm(attention_out), dropout_masks.attention_output)
-        mlp_out = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else residual)))
+        jitter = dropout_masks.router_jitter
+        mlp = self.mlp if jitter is None or isinstance(self.mlp, MLP) else partial(self.mlp, jitter=jitter)
+        mlp_out = self.mlp_out_norm(mlp(self.mlp_norm(x_BSH if self.parallel else residual)))
         return residual + maybe_dropout(mlp_out, dropout_masks.mlp_output)
 
 

@@ -1,4 +1,4 @@
-"""Dropout whose masks are a function of (seed, sample, layer, site, position, feature), the same under every layout.
+"""Dropout and jitter that are a function of (seed, sample, layer, site, position, feature), in every layout the same.
 
 A mask is a hash of these numbers in wrapping 32-bit arithmetic. It is the same on every device, in a recomputed
 forward pass and in the backward pass, which recomputes it, so that no mask is saved.
@@ -20,6 +20,7 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.tp_region import TPRegion
 
+_JITTER_SITES = 1 << 20  # the router of layer n has the site 2^20 + n, beyond those of dropout
 _SITES = 3  # of a layer: the output of attention, the output of the feed-forward block, attention weights
 
 
@@ -44,12 +45,29 @@ class DropoutMask:
 
 
 @dataclass(frozen=True)
+class RouterJitter:
+    """Noise on the input of one router, given by a hash for each token [B, s] and each feature [H]."""
+
+    token_hashes: Tensor
+    feature_hashes: Tensor
+    size: float
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """Multiply each element by a number from 1 - size to 1 + size."""
+        return apply_function(_Jitter, x_TH, self.token_hashes.flatten(), self.feature_hashes, self.size)
+
+
+@dataclass(frozen=True)
 class LayerDropoutMasks:
-    """Dropout in one layer: of both blocks' outputs, and the seeds [B, n] for dropout of attention weights."""
+    """Dropout in one layer: of both blocks' outputs, and the seeds [B, n] for dropout of attention weights.
+
+    `router_jitter` is the noise on its router's input.
+    """
 
     attention_output: DropoutMask | None = None
     mlp_output: DropoutMask | None = None
     attention_seeds: Tensor | None = None
+    router_jitter: RouterJitter | None = None
 
 
 NO_DROPOUT = LayerDropoutMasks()
@@ -80,7 +98,7 @@ def make_dropout_masks(
         positions: Position ids [S] of this rank's tokens, inside a tensor-parallel region.
         names: Names of layers, which are their global indices.
     """
-    if not config.has_dropout:
+    if not config.needs_seeds:
         return no_dropout(names)
     sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
     seeds = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])  # one seed for each site and sample
@@ -101,10 +119,25 @@ def make_dropout_masks(
     if config.attention.dropout:
         mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=positions.device))
         heads = mix_seed(attention_weights[..., None], mine).unbind()
+    jitters = _router_jitters(config, tp_region, seeds_B, positions, names)
     layers = {
-        name: LayerDropoutMasks(*pair, head) for name, pair, head in zip(names, dropout_masks, heads, strict=True)
+        name: LayerDropoutMasks(*pair, head, jitter)
+        for name, pair, head, jitter in zip(names, dropout_masks, heads, jitters, strict=True)
     }
     return DropoutMasks(embedding, layers)
+
+
+def _router_jitters(
+    config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, positions: Tensor, names: Sequence[str]
+) -> Sequence[RouterJitter | None]:
+    """Return the jitter of each layer's router, with the arguments of `make_dropout_masks`."""
+    if config.moe is None or not config.moe.input_jitter:
+        return [None] * len(names)
+    sites = torch.tensor([_JITTER_SITES + int(name) for name in names])
+    seeds_LB = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])
+    token_hashes = mix_seed(seeds_LB[..., None], tp_region.scatter_to_sp(positions))
+    feature_hashes = hash_ids(torch.arange(config.hidden_size, device=positions.device))
+    return [RouterJitter(hashes, feature_hashes, config.moe.input_jitter) for hashes in token_hashes.unbind()]
 
 
 def maybe_dropout(x_BsH: Tensor, drop: DropoutMask | None) -> Tensor:
@@ -128,17 +161,42 @@ class _Drop(torch.autograd.Function):
         return gradients[0].mul(keep).mul_(1 / (1 - ctx.rate)), None, None, None
 
 
-def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return the keep mask, bool [..., C], of hashed rows [...] and columns [C]: False with probability `rate`.
+class _Jitter(torch.autograd.Function):
+    """y = x (1 + size u), u from -1 to 1. Backward: dx = dy (1 + size u), with u recomputed from its hashes."""
 
-    An element's hash is its row's xor its column's, mixed by two multiplications (as in MurmurHash3, Appleby).
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, token_hashes: Tensor, feature_hashes: Tensor, size: float) -> Tensor:
+        ctx.save_for_backward(token_hashes, feature_hashes)
+        ctx.size = size
+        return x_TH * jitter_factors(token_hashes, feature_hashes, size).to(x_TH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        token_hashes, feature_hashes = ctx.saved_tensors
+        factors = jitter_factors(token_hashes, feature_hashes, ctx.size)
+        return gradients[0] * factors.to(gradients[0].dtype), None, None, None
+
+
+def jitter_factors(rows: Tensor, columns: Tensor, size: float) -> Tensor:
+    """Return factors from 1 - size to 1 + size, fp32 [..., C], of hashed rows [...] and columns [C]."""
+    return hash_elements(rows, columns).float().mul_(size / 2**31).add_(1)
+
+
+def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """Return the keep mask, bool [..., C], of hashed rows [...] and columns [C]: False with probability `rate`."""
+    # A compiler may cancel a factor in a comparison with 0; with 1 it may not.
+    return hash_elements(rows, columns) >= (round(rate * 2**32) - 2**31 or 1)
+
+
+def hash_elements(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return a hash of each element, int32 [..., C], of hashed rows [...] and columns [C].
+
+    It is its row's xor its column's, mixed by two multiplications (as in MurmurHash3, Appleby).
     """
     seeds = rows.unsqueeze(-1) ^ columns
     seeds.mul_(-2048144789)
     seeds ^= (seeds >> 15).bitwise_and_(0x1FFFF)
-    seeds.mul_(-1028477387)
-    # A compiler may cancel a factor in a comparison with 0; with 1 it may not.
-    return seeds >= (round(rate * 2**32) - 2**31 or 1)
+    return seeds.mul_(-1028477387)
 
 
 def mix_seed(seeds: Tensor, numbers: Tensor) -> Tensor:

@@ -184,4 +184,4 @@ class PipelineForwardBackward:
 
 def _dropout_seeds(model: Decoder, seed: int, samples: Sequence[int]) -> Tensor | None:
     """Return the dropout seeds of the samples, [B]; None for a model without dropout."""
-    return sample_seeds(seed, samples, model.device) if model.config.has_dropout else None
+    return sample_seeds(seed, samples, model.device) if model.config.needs_seeds else None

@@ -220,8 +220,10 @@ def dynamic_cp_router(at: RuleContext) -> Iterator[Violation]:
         off["balance_loss"] = "batch"
     if moe.capacity_factor is not None:
         off |= {"capacity_factor": None, "drop_policy": "probs", "pad_to_capacity": False}
+    if moe.input_jitter:
+        off["input_jitter"] = 0.0
     if at.spec.parallel.dynamic_context_parallel and at.spec.parallel.cp > 1 and at.has_experts and off:
-        keys = " and ".join(f"moe.{key}" for key in off if key in ("balance_loss", "capacity_factor"))
+        keys = " and ".join(f"moe.{key}" for key in off if key not in ("drop_policy", "pad_to_capacity"))
         message = f"dynamic_context_parallel mixes samples on a rank, but {keys} needs to know the sample of a token"
         yield _dynamic(at, message, {}, {f"model.moe.{key}": value for key, value in off.items()})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
+from megalaunch.engine.model.dropout import RouterJitter
 from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
@@ -39,14 +40,14 @@ class MoELayer(nn.Module):
         self.shared_experts = None if shared is None else MLP(hidden_size, shared, tp_region)
         self.shared_expert_gate = Linear(hidden_size, 1, REPLICATED) if config.shared_expert_gate else None
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
-        """Apply the block, [B, s, H] -> [B, s, H]."""
-        return self.save_policy(self.feed_forward, x_BsH)
+    def forward(self, x_BsH: Tensor, jitter: RouterJitter | None = None) -> Tensor:
+        """Apply the block, [B, s, H] -> [B, s, H]; `jitter`: noise on the router's input."""
+        return self.save_policy(self.feed_forward, x_BsH, jitter)
 
-    def feed_forward(self, x_BsH: Tensor) -> Tensor:
+    def feed_forward(self, x_BsH: Tensor, jitter: RouterJitter | None) -> Tensor:
         """Apply the block, as a function that the save policy may call again."""
         x_TH = x_BsH.flatten(0, 1)
-        routing = self.router(x_TH, x_BsH.shape[0])
+        routing = self.router(x_TH, x_BsH.shape[0], jitter)
         dispatched = self.dispatcher.dispatch(x_TH, routing)
         y_RH = self.experts(dispatched.rows_RH, dispatched.offsets_E)
         y_BsH = self.dispatcher.combine(y_RH, dispatched).view_as(x_BsH)

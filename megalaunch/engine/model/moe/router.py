@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
+from megalaunch.engine.model.dropout import RouterJitter
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing, attach_loss, count_tokens, router_losses
 from megalaunch.engine.model.moe.capacity import limit_to_capacity
 from megalaunch.engine.model.moe.load import ExpertLoad
@@ -47,11 +48,12 @@ class Router(nn.Module):
             "expert_bias", torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias else None
         )
 
-    def forward(self, x_TH: Tensor, sequences: int) -> Routing:
+    def forward(self, x_TH: Tensor, sequences: int, jitter: RouterJitter | None = None) -> Routing:
         """Route tokens [T, H], of `sequences` sequences; while gradients are recorded, balance the load too."""
         config, dtype = self.config, _DTYPES[self.config.router_dtype]
         bias = None if self.bias is None else local_param(self.bias).to(dtype)
-        logits_TE = linear(x_TH.to(dtype), local_param(self.weight).to(dtype), bias)
+        x_TH = x_TH.to(dtype) if jitter is None else jitter(x_TH.to(dtype))
+        logits_TE = linear(x_TH, local_param(self.weight).to(dtype), bias)
         scores_TE = score_experts(logits_TE, config.score)
         expert_ids_Tk = self.choose(scores_TE.detach())
         weights_Tk = expert_weights(
