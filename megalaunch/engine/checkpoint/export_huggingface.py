@@ -102,11 +102,13 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
     require_new(asked.output)
     try:
         config = to_hf_config(weights.model)
-        pairs = list(get_family_weights(weights.model).tensors(weights.model))
+        family = get_family_weights(weights.model)
+        pairs = list(family.tensors(weights.model))
     except FamilyError as error:
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(error.problems)) from error
     _require_all_named(weights, pairs)
     sources = {name: source for pair in pairs for name, source in _sources(weights, pair, asked.dtype)}
+    sources |= {copy: sources[name] for copy, name in family.copies(weights.model).items()}
     total = sum(source.size for source in sources.values())
     with atomic_directory(asked.output, total) as unfinished:
         _write_shards(unfinished, sources, asked.max_shard_bytes, count_bytes(total, wrote))

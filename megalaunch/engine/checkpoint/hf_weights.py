@@ -48,19 +48,21 @@ class HuggingFaceWeights(MappedWeights):
         if skipped:
             self.notes.append(f"{len(skipped)} tensors of the image encoder ({skipped[0]}, ...) are not read")
         self._bare = not any(name.startswith(self._weights.prefix) for name in folder.tensors)
-        model = self._skip_mtp(model, source)
+        model = self._without_missing_depths(model, source)
         super().__init__(source, model, self._weights.mappings(model, source.tensors))
         problems = list(self.problems("config.json expects"))
         if problems:
             raise _family_error(folder, problems)
 
-    def _skip_mtp(self, model: ModelSpec, source: DequantizedFolder) -> ModelSpec:
-        """Return the model without the layers of multi-token prediction, which are skipped, as in transformers."""
-        depths = range(model.num_layers, model.num_layers + model.mtp.num_layers)
-        self._skipped += tuple(f"model.layers.{index}." for index in depths)
-        skipped = [name for name in source.tensors if name.startswith(self._skipped)] if depths else []
-        if skipped:
-            self.notes.append(f"{len(skipped)} tensors of multi-token prediction ({skipped[0]}, ...) are not read")
+    def _without_missing_depths(self, model: ModelSpec, source: DequantizedFolder) -> ModelSpec:
+        """Return the model without multi-token prediction if the files have no tensor of it.
+
+        transformers neither reads nor writes these layers, but keeps their number in config.json.
+        """
+        first = f"layers.{model.num_layers}."
+        if not model.mtp.num_layers or any(name.removeprefix("model.").startswith(first) for name in source.tensors):
+            return model
+        self.notes.append("the files have no layers of multi-token prediction, though config.json does: left out")
         return replace(model, mtp=MultiTokenSpec())
 
     @property
@@ -82,11 +84,15 @@ class HuggingFaceWeights(MappedWeights):
     def is_ignorable(self, name: str) -> bool:
         """Return True for a tensor that may be skipped.
 
-        Those are buffers of old files, tensors of the vision tower or of multi-token prediction, and a tied head
-        stored twice (which must equal the embedding).
+        Those are buffers of old files, tensors of the vision tower, and tensors stored twice, which must be equal: a
+        tied head, and the embedding and the head in layers of multi-token prediction.
         """
         if name.endswith(self._weights.dropped) or self._is_skipped(name):
             return True
+        copies = self._weights.copies(self.model).items()
+        original = {self.tensor_infos(copy): self.tensor_infos(first) for copy, first in copies}.get(name)
+        if original is not None:
+            return torch.equal(self._folder.read(name), self._folder.read(original))
         if not self.model.tie_word_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):
             return False
         embedding = next(pair.theirs[0] for pair in self.pairs if "embedding.weight" in pair.ours)

@@ -143,6 +143,8 @@ class FamilyWeights:
     prefix: str = ""
     dropped: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Suffixes of stored buffers, which are computed and not loaded."""
+    copies: Callable[[ModelSpec], Mapping[str, str]] = lambda model: {}
+    """Tensors that published files hold twice: the name of each copy and of the tensor that it equals."""
     multimodal: Multimodal | None = None
     """Tensor names in the multimodal model that contains this family's decoder."""
 

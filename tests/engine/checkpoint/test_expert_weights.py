@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,50 @@ def test_an_expert_too_few_is_named(mixtral, tmp_path):
         HuggingFaceWeights(copy_with(mixtral, tmp_path / "few", tensors))
 
 
-def test_layers_of_multi_token_prediction_are_skipped_with_a_note(tmp_path):
-    make("deepseek v3", tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / WEIGHTS)
-    tensors |= {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.enorm.weight": torch.ones(32)}
-    weights = HuggingFaceWeights(copy_with(tmp_path / "hf", tmp_path / "mtp", tensors))
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    """DeepSeek-V3 whose config.json has a layer of multi-token prediction; transformers writes no such layer."""
+    folder = tmp_path_factory.mktemp("deepseek") / "hf"
+    make("deepseek v3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def with_mtp(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder and a layer of multi-token prediction, named as in published files."""
+    tensors = load_file(folder / WEIGHTS)
+    layer = {name: value for name, value in tensors.items() if name.startswith("model.layers.2.")}
+    added = {name.replace("layers.2", "layers.3"): value + 1 for name, value in layer.items()}
+    width = tensors["model.norm.weight"].shape[0]
+    added |= {f"model.layers.3.{name}.weight": torch.rand(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added["model.layers.3.eh_proj.weight"] = torch.rand(width, 2 * width)
+    added["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    added["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return tensors | added
+
+
+def test_layers_of_multi_token_prediction_are_read_and_written(deepseek, tmp_path):
+    tensors = with_mtp(deepseek)
+    folder = copy_with(deepseek, tmp_path / "mtp", tensors).directory
+    import_huggingface(folder, tmp_path / "ckpt")
+    stored = StoredWeights(tmp_path / "ckpt")
+    assert torch.equal(stored.read("mtp.0.projection.weight"), tensors["model.layers.3.eh_proj.weight"])
+    export_huggingface(tmp_path / "ckpt", tmp_path / "out")
+    written = load_file(tmp_path / "out" / WEIGHTS)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_a_copy_that_differs_is_refused(deepseek, tmp_path):
+    tensors = with_mtp(deepseek)
+    tensors["model.layers.3.shared_head.head.weight"] += 1
+    with pytest.raises(CheckpointError, match=r"unexpected: model.layers.3.shared_head.head.weight"):
+        HuggingFaceWeights(copy_with(deepseek, tmp_path / "mtp", tensors))
+
+
+def test_files_without_their_layers_of_multi_token_prediction_are_read_with_a_note(deepseek):
+    weights = HuggingFaceWeights(HuggingFaceFolder(deepseek))
     assert weights.model.mtp.num_layers == 0
-    assert "2 tensors of multi-token prediction (model.layers.3.eh_proj.weight, ...) are not read" in weights.notes
+    assert "the files have no layers of multi-token prediction, though config.json does: left out" in weights.notes
