@@ -7,7 +7,7 @@ from typing import Literal
 
 from megalaunch.schema.setting import setting
 
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 BalanceLoss = Literal["none", "batch", "sequence", "global"]
 DropPolicy = Literal["probs", "position"]
 RouterDtype = Literal["fp32", "fp64", "bf16"]

@@ -155,6 +155,7 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--num-experts 4 --moe-layer-freq 2", "model.moe.layer_freq", 2),
         ("--num-experts 4 --moe-router-pre-softmax", "model.moe.normalize_top_k", False),
         ("--num-experts 4 --moe-router-score-function sigmoid", "model.moe.normalize_top_k", True),
+        ("--num-experts 4 --moe-router-score-function sqrtsoftplus", "model.moe.score", "sqrtsoftplus"),
         (
             "--num-experts 4 --moe-router-score-function sigmoid --moe-router-topk 1",
             "model.moe.normalize_top_k",

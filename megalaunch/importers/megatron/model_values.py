@@ -176,11 +176,8 @@ def _experts(given: Arguments, values: Values) -> None:
         else:
             values["model.moe.first_k_dense_replace"], values["model.moe.layer_freq"] = pattern
     score = given.value("moe-router-score-function") or "softmax"
-    if score == "sqrtsoftplus":
-        given.mark_unsupported("moe-router-score-function", "only softmax and sigmoid router scores are supported")
-    else:
-        values["model.moe.score"] = score
-    if score == "sigmoid":
+    values["model.moe.score"] = score
+    if score != "softmax":
         values["model.moe.normalize_top_k"] = given.integer("moe-router-topk", 2) != 1
     else:
         values["model.moe.normalize_top_k"] = not given.has("moe-router-pre-softmax")

@@ -64,14 +64,14 @@ def scaling(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("router.bias_needs_sigmoid", "balance_bias is on only with score=sigmoid.")
+@rule("router.bias_needs_sigmoid", "balance_bias is on only with score=sigmoid or sqrtsoftplus.")
 def bias_needs_sigmoid(at: RuleContext) -> Iterator[Violation]:
     """Softmax scores compete, so a bias has another effect on every token (DeepSeek-V3, section 2.1.2)."""
     for moe, _ in num_experts(at):
-        if moe.balance_bias and moe.score != "sigmoid":
+        if moe.balance_bias and moe.score == "softmax":
             yield Violation(
                 "model.moe.balance_bias",
-                f"balance_bias needs score=sigmoid, but it is {moe.score}",
+                f"balance_bias needs score=sigmoid or sqrtsoftplus, but it is {moe.score}",
                 fixes=(
                     {"model.moe.score": "sigmoid"},
                     {"model.moe.balance_bias": False},

@@ -104,7 +104,7 @@ def router_losses(
     tokens = counts_BE.sum() / config.top_k  # of all sequences, on all ranks
     balance = z = zero
     if config.balance_loss != "none":
-        shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if config.score == "sigmoid" else scores_TE
+        shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if config.score != "softmax" else scores_TE
         sums_BE = shares_TE.view(groups, -1, config.num_experts).sum(1)
         if previous_load_E is None:
             factor = config.balance_loss_coeff * config.num_experts * groups / config.top_k

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.schema.moe import ScoreFunction
@@ -38,8 +39,13 @@ class Routing:
 
 
 def score_experts(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
-    """Return the scores of all experts: the softmax over experts, or the sigmoid of each logit."""
-    return logits_TE.sigmoid() if function == "sigmoid" else logits_TE.softmax(-1)
+    """Return the scores of all experts: the softmax over experts, or a function of each logit.
+
+    `sqrtsoftplus` is sqrt(log(1 + e^x)), as in Megatron-LM.
+    """
+    if function == "softmax":
+        return logits_TE.softmax(-1)
+    return logits_TE.sigmoid() if function == "sigmoid" else F.softplus(logits_TE).sqrt()
 
 
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:

@@ -15,6 +15,12 @@ from megalaunch.engine.model.moe.routing import expert_weights, mask_other_group
 EXPERTS, TOP_K, SEQUENCES, LENGTH = 5, 2, 3, 4
 CONFIG = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, expert=MLPConfig(width=8), balance_loss_coeff=0.3)
 
+SCORES = {  # softmax: before the division by the sum
+    "softmax": math.exp,
+    "sigmoid": lambda v: 1 / (1 + math.exp(-v)),
+    "sqrtsoftplus": lambda v: math.sqrt(math.log(1 + math.exp(v))),
+}
+
 
 @pytest.fixture
 def logits():
@@ -31,7 +37,7 @@ def balance_by_loops(rows, score):
     """The balance loss of these rows of logits, with a coefficient of 1."""
     counts, sums = [0] * EXPERTS, [0.0] * EXPERTS
     for row in rows.tolist():
-        values = [math.exp(v) if score == "softmax" else 1 / (1 + math.exp(-v)) for v in row]
+        values = [SCORES[score](v) for v in row]
         for expert in sorted(range(EXPERTS), key=lambda e: -values[e])[:TOP_K]:
             counts[expert] += 1
         for expert in range(EXPERTS):
@@ -39,7 +45,7 @@ def balance_by_loops(rows, score):
     return EXPERTS / (TOP_K * len(rows) ** 2) * sum(c * s for c, s in zip(counts, sums, strict=True))
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_balance_loss_of_a_microbatch_and_of_sequences(logits, score):
     config = replace(CONFIG, score=score, balance_loss="batch")
     assert losses_of(config, logits).balance.item() == pytest.approx(0.3 * balance_by_loops(logits, score), rel=1e-5)
