@@ -40,9 +40,9 @@ def alone():
     [
         {"parallel__dp": 2, "parallel__ep": 2, "recompute__granularity": "full"},
         {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__ep": 2},
-        {"parallel__cp": 2},
+        {"parallel__cp": 2, "recompute__granularity": "selective", "recompute__modules": ("moe",)},
     ],
-    ids=["ep2, recomputed", "ep2tp2", "cp2"],
+    ids=["ep2, recomputed", "ep2tp2", "cp2, experts recomputed"],
 )
 def test_layouts_have_the_numbers_of_one_process(layout):
     assert_same(joined_stages(run_ranks(2, on_ranks, jittered_spec(**layout), True)), alone())

@@ -5,6 +5,8 @@ Shapes: B batch, s a rank's tokens of each sequence, T = B s, H hidden, R rows o
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
@@ -42,7 +44,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x_BsH: Tensor, jitter: RouterJitter | None = None) -> Tensor:
         """Apply the block, [B, s, H] -> [B, s, H]; `jitter`: noise on the router's input."""
-        return self.save_policy(self.feed_forward, x_BsH, jitter)
+        return self.save_policy(partial(self.feed_forward, jitter=jitter), x_BsH)
 
     def feed_forward(self, x_BsH: Tensor, jitter: RouterJitter | None) -> Tensor:
         """Apply the block, as a function that the save policy may call again."""
