@@ -29,6 +29,7 @@ OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
         "model.embedding_init_std": None,
         "model.moe.ffn_hidden_size": None,
         "parallel.etp": None,
+        "parallel.sequence_parallel": None,
         "parallel.schedule": "auto",
         "parallel.dp": None,
         "batch.micro_batch_size": None,
@@ -231,6 +232,8 @@ def _experts(spec: RunSpec) -> _Changes:
         changes["model.moe.ffn_hidden_size"] = (spec.model.ffn_hidden_size, "model.ffn_hidden_size")
     if spec.parallel.etp is None:
         changes["parallel.etp"] = (1, "experts are not sharded")
+    if spec.parallel.sequence_parallel is None and spec.parallel.tp > 1:
+        changes["parallel.sequence_parallel"] = (True, "tensor-parallel ranks must give experts different tokens")
     return changes
 
 

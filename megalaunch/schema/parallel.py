@@ -23,7 +23,9 @@ class ParallelSpec:
     etp: int | None = setting(None, "Tensor-parallel degree inside experts; null: 1.", "devices", minimum=1)
     vpp: int | None = setting(None, "Virtual stages per pipeline rank; null: 1.", minimum=1)
     dp: int | None = setting(None, "Data-parallel degree; null: world size / (tp * pp * cp).", "devices", minimum=1)
-    sequence_parallel: bool = setting(False, "Shard activations between tensor-parallel regions by sequence.")
+    sequence_parallel: bool | None = setting(
+        None, "Shard activations between tensor-parallel regions by sequence; null: with experts and tp above 1."
+    )
     data_sharding: DataSharding = setting(
         "optim", "Sharded over data-parallel ranks: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
     )

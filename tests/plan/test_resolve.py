@@ -100,6 +100,15 @@ def test_what_experts_leave_open_is_derived_for_experts_alone():
     assert (spec.model.moe.ffn_hidden_size, spec.model.head_dim) == (32, 12)  # given; 8 + 4 of the latent head
 
 
+def test_experts_under_tensor_parallelism_shard_the_sequence():
+    reason = "True (tensor-parallel ranks must give experts different tokens)"
+    assert notes("recipe=deepseek_tiny", "parallel=ep2tp2dp2")["parallel.sequence_parallel"].message == reason
+    assert resolved("recipe=deepseek_tiny", "parallel=ep2")[0].parallel.sequence_parallel is None
+    assert resolved("recipe=tiny", "parallel=tp2")[0].parallel.sequence_parallel is None
+    typed = "parallel.sequence_parallel=false"
+    assert resolved("recipe=deepseek_tiny", "parallel=tp2", typed)[0].parallel.sequence_parallel is False
+
+
 def test_the_schedule_follows_the_stages():
     assert resolved("recipe=tiny")[0].parallel.schedule == "auto"  # no pipeline, no schedule
     assert resolved("recipe=tiny", "parallel=pp2")[0].parallel.schedule == "1f1b"

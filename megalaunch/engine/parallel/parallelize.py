@@ -146,7 +146,7 @@ def build_sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
 
 def _make_tp_region(spec: RunSpec, mesh: Mesh) -> TPRegion:
     p = spec.parallel
-    return TensorParallel(mesh.tp, p.sequence_parallel, p.tp_comm_overlap) if mesh.tp.size > 1 else NO_TP
+    return TensorParallel(mesh.tp, bool(p.sequence_parallel), p.tp_comm_overlap) if mesh.tp.size > 1 else NO_TP
 
 
 def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: ContextParallelism) -> Balancing:

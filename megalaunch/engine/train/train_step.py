@@ -99,7 +99,7 @@ class TrainStep:
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
         # Before the norm, which must be that of the full gradients.
-        finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
+        finalize_grads(self._model, self._mesh, bool(self._spec.parallel.sequence_parallel))
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)
         sums = take_expert_sums(self._model, self._mesh.device)
         stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)

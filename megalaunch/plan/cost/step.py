@@ -221,7 +221,7 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
         tp=topology.tp,
         ep=topology.ep,
         etp=topology.etp,
-        sequence_parallel=spec.parallel.sequence_parallel,
+        sequence_parallel=bool(spec.parallel.sequence_parallel),
         recomputed_modules=recompute.modules if recompute.granularity == "selective" else (),
         full_recompute=recompute.granularity == "full",
     )

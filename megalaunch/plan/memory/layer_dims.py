@@ -93,7 +93,7 @@ class DtypesAndGroups:
             tp=p.tp,
             etp=p.etp or 1,
             ep=p.ep,
-            sequence_parallel=p.sequence_parallel,
+            sequence_parallel=bool(p.sequence_parallel),
             compute_dtype=spec.precision.compute_dtype,
             residual_dtype=spec.precision.residual_dtype,
             recompute_modules=recompute.modules if recompute.granularity == "selective" else (),
