@@ -35,6 +35,8 @@ CHANGEABLE = (
     "train.exit_at_step",
     "train.validation_interval",
     "train.max_zero_grad_steps",
+    "train.expert_collapse_share",
+    "train.expert_collapse_steps",
     "train.sample_prompt",
     "train.sample_tokens",
 )

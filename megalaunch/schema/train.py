@@ -26,6 +26,15 @@ class TrainSpec:
         "steps",
         minimum=0,
     )
+    expert_collapse_share: float = setting(
+        0.75,
+        "Warn when one expert of a layer gets more than this share of the tokens for expert_collapse_steps; 1: never.",
+        minimum=0,
+        maximum=1,
+    )
+    expert_collapse_steps: int = setting(
+        20, "Steps in a row above expert_collapse_share after which a warning is given.", "steps", minimum=1
+    )
     loss_chunks: int = setting(
         1, "Chunks of a microbatch's tokens that head and loss process one after another; 1: all at once.", minimum=1
     )

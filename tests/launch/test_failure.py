@@ -172,6 +172,14 @@ def test_a_report_of_zero_gradients_does_not_speak_of_numbers_that_are_not_finit
     assert "train.max_zero_grad_steps=0 only warns" in text
 
 
+def test_a_collapsed_load_shows_in_the_display():
+    event = {"event": "expert_collapse", "step": 30, "layer": 2, "share": 0.912, "steps": 20}
+    assert event_message(event) == (
+        "warning: one expert of layer 2 gets 91% of the tokens, for 20 steps in a row up to step 30: "
+        "balance the load (model.moe.balance_loss_coeff, model.moe.balance_bias)"
+    )
+
+
 def test_zero_gradients_show_in_the_display():
     event = {"event": "zero_gradient", "step": 2, "limit": 10}
     said = "warning: the gradient norm of step 2 is exactly 0: no parameter is updated"

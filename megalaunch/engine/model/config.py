@@ -165,3 +165,8 @@ class DecoderConfig:
     def all_layers(self) -> tuple[LayerConfig, ...]:
         """The layers of the decoder, then those of MTP depths."""
         return self.layers + self.mtp_layers
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with experts, among all layers."""
+        return tuple(number for number, layer in enumerate(self.all_layers) if layer.experts)

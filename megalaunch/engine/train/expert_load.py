@@ -15,7 +15,7 @@ from megalaunch.schema.moe import MoESpec
 
 def moe_layers(model: ModelParts) -> dict[int, MoELayer]:
     """Return this rank's layers with experts, by their number among all layers with experts, MTP depths last."""
-    numbers = {index: number for number, index in enumerate(_layers_with_experts(model))}
+    numbers = {index: number for number, index in enumerate(model.config.expert_layers)}
     return {numbers[int(name)]: block for name, block in _moe_blocks(model)}
 
 
@@ -26,7 +26,7 @@ def take_expert_sums(model: ModelParts, device: torch.device) -> Tensor | None:
         return None
     layers = moe_layers(model)
     empty = torch.zeros(num_sums(config.num_experts), dtype=torch.float64, device=device)
-    total = len(_layers_with_experts(model))
+    total = len(model.config.expert_layers)
     return torch.stack([layers[n].router.load.take(device) if n in layers else empty for n in range(total)])
 
 
@@ -34,6 +34,12 @@ def router_states(model: ModelParts) -> Mapping[str, Tensor]:
     """Return what this rank's routers know of the step before, for checkpoints: global tensors by name."""
     loads = {name: layer.router.previous_load_E for name, layer in _moe_blocks(model)}
     return {f"router.layers.{name}.previous_load": load_E for name, load_E in loads.items() if load_E is not None}
+
+
+def first_non_finite_router(model: ModelParts) -> int | None:
+    """Return this rank's first layer whose router had logits that are not finite in the last step; None if all were."""
+    bad = [int(name) for name, layer in _moe_blocks(model) if not layer.router.load.is_finite()]
+    return min(bad, default=None)
 
 
 @torch.no_grad()
@@ -59,7 +65,3 @@ def _moe_blocks(model: ModelParts) -> Iterator[tuple[str, MoELayer]]:
         for name, layer in part.all_layers.items():
             if isinstance(layer.mlp, MoELayer):
                 yield name, layer.mlp
-
-
-def _layers_with_experts(model: ModelParts) -> list[int]:
-    return [index for index, layer in enumerate(model.config.all_layers) if layer.experts]

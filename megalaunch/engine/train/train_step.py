@@ -21,7 +21,7 @@ from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.dataloader import StepBatch
-from megalaunch.engine.train.expert_load import take_expert_sums, update_routers
+from megalaunch.engine.train.expert_load import first_non_finite_router, take_expert_sums, update_routers
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW, learning_rate
@@ -50,10 +50,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _NonFiniteRank:
-    """A rank, and descriptions of the samples in its microbatches whose loss is not finite."""
+    """A rank, and descriptions of the samples in its microbatches whose loss is not finite.
+
+    `router_layer` is its first layer whose router had logits that are not finite; None without one.
+    """
 
     rank: int
     samples: list[str]
+    router_layer: int | None
 
 
 class TrainStep:
@@ -119,14 +123,26 @@ class TrainStep:
         finite = torch.isfinite(losses).all(dim=1).tolist()
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
         bad = bad if self._mesh.is_loss_rank else []
-        mine = _NonFiniteRank(self._mesh.rank, [self._samples.describe(index) for index in bad])
-        bad_ranks = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank) and found.samples]
+        mine = _NonFiniteRank(
+            self._mesh.rank, [self._samples.describe(index) for index in bad], first_non_finite_router(self._model)
+        )
+        ranks = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank)]
+        message = self._non_finite_message(step, [found for found in ranks if found.samples], stats)
         raise RunEnd(
             ExitCode.NON_FINITE,
-            f"{self._non_finite_message(step, bad_ranks, stats)}; the update was not made",
+            f"{message}{self._router_message(ranks)}; the update was not made",
             step - 1,
-            {"ranks": [asdict(evidence) for evidence in bad_ranks]},
+            {"ranks": [asdict(found) for found in ranks if found.samples or found.router_layer is not None]},
         )
+
+    def _router_message(self, ranks: list[_NonFiniteRank]) -> str:
+        """Name the first layer whose router was not finite: layers before it were."""
+        bad = [(found.router_layer, found.rank) for found in ranks if found.router_layer is not None]
+        if not bad:
+            return ""
+        layer, rank = min(bad)
+        place = f"rank {rank} ({self._mesh.topology.coordinates(rank)})"
+        return f"; the first router whose logits are not finite is that of layer {layer}, on {place}"
 
     def _non_finite_message(self, step: int, bad_ranks: list[_NonFiniteRank], stats: StepReduction) -> str:
         if bad_ranks:

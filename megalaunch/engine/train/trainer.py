@@ -37,7 +37,8 @@ from megalaunch.engine.train.forward_backward import ForwardBackward, make_forwa
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
-from megalaunch.engine.train.train_step import StepResult, TrainStep
+from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
+from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
@@ -99,6 +100,7 @@ class Trainer:
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
+        self._expert_collapse = ExpertCollapseGuard(state.spec, state.model.config.expert_layers)
         self._stop_signal: signal.Signals | None = None  # the same on all ranks
         self._validated_step = 0
         self._validation: float | None = None
@@ -222,6 +224,7 @@ class Trainer:
             number, result, self._progress.tokens, seconds, peak_bytes(self._mesh.device), batch.data_time
         )
         self._zero_gradients.update(number, result, self._record)
+        self._expert_collapse.update(number, result, self._record)
 
     def _validate_if_due(self) -> None:
         """Validate if due and not yet in the metrics: a resumed run repeats a validation that a stop interrupted."""
@@ -278,37 +281,3 @@ class Trainer:
         if self.step == steps:
             return f"finished all {steps} steps"
         return f"stopped after step {self.step} of {steps} as asked"
-
-
-class ZeroGradientGuard:
-    """Counter of consecutive steps with a gradient norm of exactly 0, the same on every rank.
-
-    A step in which no label has a loss has no gradient anyway: it is ignored, and does not reset the count.
-
-    Args:
-        limit: Number of such steps that end the run; 0: never.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._consecutive = limit, 0
-
-    @property
-    def is_exceeded(self) -> bool:
-        """True while the count is above 0: a save could replace a checkpoint from before the model stopped learning."""
-        return self._limit > 0 and self._consecutive > 0
-
-    def update(self, step: int, result: StepResult, record: RunLogger) -> None:
-        """Count one step. Log an event at the first zero; raise the same RunEnd on every rank at the limit."""
-        if result.tokens == 0:
-            return
-        self._consecutive = self._consecutive + 1 if result.grad_norm == 0.0 else 0
-        if self._consecutive == 1:
-            record.event("zero_gradient", step=step, limit=self._limit)
-        if self._consecutive == self._limit > 0:
-            reason = (
-                f"the gradient norm is exactly 0 since step {step - self._consecutive + 1}, for "
-                f"{self._consecutive} steps in a row: "
-                "the model no longer learns, as after a step that was far too large"
-            )
-            details = {"loss": result.loss, "grad_norm": 0.0, "zero_gradient_steps": self._consecutive}
-            raise RunEnd(ExitCode.NON_FINITE, reason, step, details)

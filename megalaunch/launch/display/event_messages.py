@@ -31,6 +31,8 @@ def event_message(event: Record) -> str | None:
             return (
                 f"warning: the gradient norm of step {event.get('step')} is exactly 0: no parameter is updated{after}"
             )
+        case "expert_collapse":
+            return _collapsed(event)
         case "stop_requested":
             return f"{event.get('signal')} received: saving a checkpoint, then stopping"
         case "worker_failed":
@@ -49,6 +51,16 @@ def _metrics_cut(event: Record) -> str:
     after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
     repeated = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
     return f"metrics after step {after} removed ({lines} lines): {repeated} trained again"
+
+
+def _collapsed(event: Record) -> str:
+    share = event.get("share")
+    part = f"{share:.0%}" if isinstance(share, (int, float)) else "most"
+    return (
+        f"warning: one expert of layer {event.get('layer')} gets {part} of the tokens, for {event.get('steps')} steps "
+        f"in a row up to step {event.get('step')}: balance the load (model.moe.balance_loss_coeff, "
+        "model.moe.balance_bias)"
+    )
 
 
 def _elapsed_text(event: Record) -> str:

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ class FailingSamples(RandomSamples):
         return super().__getitem__(index)
 
 
-def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
-    spec = small_spec(parallel__dp=2, batch__micro_batch_size=2)
+def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[str, object]:
+    spec = small_spec(parallel__dp=2, batch__micro_batch_size=2, **values)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     step = TrainStep(
@@ -53,6 +54,9 @@ def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
         model.parts[-1].head.register_forward_hook(
             lambda module, x, logits: logits * (torch.nan if next(passes) == 1 else 1)
         )
+    if poison == "router" and mesh.rank == 1:
+        router = model.parts[0].layers["1"].mlp.router
+        router.register_forward_pre_hook(lambda module, given: (given[0] * torch.inf, *given[1:]))
     if poison == "gradient" and mesh.rank == 1:
         model.parts[-1].norm.register_full_backward_hook(lambda *_: (_[1][0] * torch.inf,))
     weights = [to_local_no_grad(p).clone() for p in model.parameters()]
@@ -77,6 +81,15 @@ def test_a_loss_that_is_not_finite_names_rank_and_samples_before_the_update():
     assert (
         "in the microbatch of: row 14; row 15; the update was not made" in answers[0]["reason"]
     )  # the second of two on that rank
+
+
+def test_a_router_that_is_not_finite_is_named_with_its_rank():
+    moe = {"num_experts": 4, "top_k": 2}
+    answers = run_ranks(2, partial(_two_steps, model__moe=moe, model__num_layers=3), "router", RandomSamples())
+    assert answers[0] == answers[1]
+    assert (answers[0]["code"], answers[0]["unchanged"]) == (7, True)
+    said = "; the first router whose logits are not finite is that of layer 1, on rank 1 (dp1); the update was not made"
+    assert said in answers[0]["reason"]
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update():

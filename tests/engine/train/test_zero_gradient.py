@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megalaunch.engine.run_end import RunEnd
+from megalaunch.engine.train.step_guards import ZeroGradientGuard
 from megalaunch.engine.train.train_step import StepResult
-from megalaunch.engine.train.trainer import ZeroGradientGuard
 
 
 def steps_until_the_end(limit: int, *norms: float | None) -> tuple[int | None, list[int]]:

@@ -20,15 +20,23 @@ _NUMBERS = 3  # dropped pairs, balance loss and z-loss, behind the counts
 class ExpertLoad:
     """Since the last `take`: this rank's tokens by expert, its dropped pairs, and its parts of the router's losses.
 
-    Tokens are counted twice: by the experts that they are sent to, and by those of their best scores.
+    Tokens are counted twice: by the experts that they are sent to, and by those of their best scores. Whether all
+    logits were finite is known until the next step records its first microbatch.
     """
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
         self._sums: Tensor | None = None
+        self._finite: Tensor | None = None
 
     def record(
-        self, counts_BE: Tensor, best_BE: Tensor, losses: RouterLosses, dropped: Tensor, microbatches: int
+        self,
+        logits_TE: Tensor,
+        counts_BE: Tensor,
+        best_BE: Tensor,
+        losses: RouterLosses,
+        dropped: Tensor,
+        microbatches: int,
     ) -> None:
         """Add one microbatch; recomputation in the backward pass and evaluation add nothing.
 
@@ -39,7 +47,13 @@ class ExpertLoad:
         numbers = torch.stack((losses.balance, losses.z)).detach().double() / microbatches
         counts = torch.cat((counts_BE.sum(0), best_BE.sum(0))).double()
         sums = torch.cat((counts, dropped.double()[None], numbers))
+        finite = logits_TE.detach().isfinite().all()
+        self._finite = finite if self._sums is None or self._finite is None else self._finite & finite
         self._sums = sums if self._sums is None else self._sums + sums
+
+    def is_finite(self) -> bool:
+        """Return False if a logit of the step was not finite. Waits for the device."""
+        return self._finite is None or bool(self._finite)
 
     def forget(self) -> None:
         """Start again from 0."""

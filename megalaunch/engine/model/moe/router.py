@@ -68,7 +68,7 @@ class Router(nn.Module):
             weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
         routing = limit_to_capacity(config, self.balancing, Routing(expert_ids_Tk, weights_Tk), sequences)
         dropped = routing.count_dropped(config.num_experts)
-        self.load.record(counts_BE, best_BE, losses, dropped, self.balancing.microbatches)
+        self.load.record(logits_TE, counts_BE, best_BE, losses, dropped, self.balancing.microbatches)
         return routing
 
     def count_best(self, scores_TE: Tensor, chosen_BE: Tensor) -> Tensor:
