@@ -59,8 +59,8 @@ LIMITS = (
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
     Limit(
         "recompute.modules",
-        ("attention", "norm", "mlp", "activation", "moe"),
-        "recomputation of shared experts alone and of the up projections of latents",
+        ("attention", "norm", "mlp", "activation", "moe", "mla_up"),
+        "recomputation of shared experts alone",
     ),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),

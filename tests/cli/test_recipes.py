@@ -197,6 +197,6 @@ def test_a_recipe_that_is_not_there(folder, arguments):
 
 def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):
     listed = {line.split()[0]: line for line in run("list").stdout.splitlines()}
-    assert "[plans only: recomputation inside" in listed["deepseek_v3"]
+    assert "[plans only: other optimizers" in listed["moonlight_16b"]
     assert "[plans only" not in listed["mixtral_8x7b"]
     assert "[plans only" not in listed["llama3_8b"]

@@ -6,7 +6,7 @@ Each module declares as a `ParamLayout` how its parameters are sharded over tens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLay
 from megalaunch.kernels.rms_norm import rms_norm
 
 
+Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
+
+
 class SavePolicy(Protocol):
     """How the activations of a function get to its backward pass: saved by autograd, recomputed or offloaded.
 
@@ -25,11 +28,11 @@ class SavePolicy(Protocol):
     `parallel/activation_offload.py` set.
     """
 
-    def __call__(self, function: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+    def __call__(self, function: Callable[..., Output], /, *inputs: Any) -> Output:
         """Call the function with its inputs and return its output."""
 
 
-def save_activations(function: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+def save_activations(function: Callable[..., Output], /, *inputs: Any) -> Output:
     """Call the function; autograd saves its activations (the default `SavePolicy`)."""
     return function(*inputs)
 

@@ -16,15 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
-from megalaunch.engine.model.layers import Norm
+from megalaunch.engine.model.attention.latent_attention import LatentAttention
+from megalaunch.engine.model.layers import Norm, Output
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
-
-Operator = Callable[..., Tensor]
-
 
 def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObserver = NO_OBSERVER) -> None:
     """Apply `recompute.*` to a model, in place.
@@ -52,8 +50,11 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
 def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], observer: StepObserver) -> None:
     """Checkpoint the modules of `recompute.modules` in one layer."""
     discarding = OutputDiscardingCheckpoint(observer)
+    up = "mla_up" in modules and isinstance(layer.attention, LatentAttention)
     if "attention" in modules:
-        layer.attention.core_save_policy = Checkpoint(observer)
+        layer.attention.core_save_policy = discarding.checkpoint if up else Checkpoint(observer)
+    if "mla_up" in modules and isinstance(layer.attention, LatentAttention):
+        layer.attention.up_save_policy = discarding.discard_output
     if "norm" in modules:
         for module in layer.modules():
             if isinstance(module, Norm):
@@ -75,55 +76,61 @@ class Checkpoint:
 
     observer: StepObserver
 
-    def __call__(self, function: Operator, /, *inputs: Any) -> Tensor:
+    def __call__(self, function: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the function under `torch.utils.checkpoint`."""
         return _checkpoint(function, self.observer, *inputs)
 
 
-def _checkpoint(function: Operator, observer: StepObserver, *inputs: Any) -> Tensor:
+def _checkpoint(function: Callable[..., Output], observer: StepObserver, *inputs: Any) -> Output:
     """Run a function under `torch.utils.checkpoint`. It draws no random numbers, so no RNG state is saved."""
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if observer is not NO_OBSERVER:  # torch.compile does not trace a call with a `context_fn`
         settings["context_fn"] = observer.checkpoint_contexts
-    output: Tensor = checkpoint(function, *inputs, **settings)
+    output: Output = checkpoint(function, *inputs, **settings)
     return output
 
 
 @dataclass
-class _RecomputableOutput:
-    """The inputs of an operator, to recompute its discarded output; `uses` counts the reads that are still to come."""
+class _Recomputable:
+    """The inputs of an operator, to recompute its discarded outputs; `uses` counts the reads that are still to come.
 
-    operator: Operator
+    An input that is a discarded output itself is stored as its placeholder.
+    """
+
+    operator: Callable[..., Tensor | tuple[Tensor, ...]]
     inputs: tuple[Any, ...]
     uses: int = 0
-    recomputed: Tensor | None = None
+    recomputed: tuple[Tensor, ...] | None = None
 
-    def value(self) -> Tensor:
-        """Return the recomputed output. It is held until its last use, so that it is recomputed once."""
-        with torch.no_grad():
-            output = self.operator(*self.inputs) if self.recomputed is None else self.recomputed
+    def value(self, index: int) -> Tensor:
+        """Return a recomputed output. All are held until their last use, so that they are recomputed once."""
+        outputs = self.recomputed
+        if outputs is None:
+            with torch.no_grad():
+                outputs = _as_tuple(self.operator(*map(_unpack, self.inputs)))
         self.uses -= 1
-        self.recomputed = output if self.uses > 0 else None
-        return output
+        self.recomputed = outputs if self.uses > 0 else None
+        return outputs[index]
 
 
 @dataclass(frozen=True)
 class _RecomputableView:
     """A placeholder saved for backward instead of a view of a discarded output: size, stride and offset of the view."""
 
-    made: _RecomputableOutput
+    made: _Recomputable
+    index: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def value(self) -> Tensor:
         """Return the view of the recomputed output."""
-        return self.made.value().as_strided(self.size, self.stride, self.offset)
+        return self.made.value(self.index).as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass
 class OutputDiscardingCheckpoint:
-    """Output-discarding checkpointing in one layer, for outputs that are cheap to recompute (norms, activations).
+    """Output-discarding checkpointing in one layer, for outputs that are cheap to recompute (norms, activations, ...).
 
     `torch.utils.checkpoint` around a norm would save no memory: the matmul after the norm saves the norm's output for
     its own backward. Here a saved-tensor hook replaces every tensor that autograd saves and that shares the storage of
@@ -134,35 +141,36 @@ class OutputDiscardingCheckpoint:
     """
 
     observer: StepObserver = NO_OBSERVER
-    _made: dict[int, tuple[_RecomputableOutput, Tensor]] = field(default_factory=dict)
+    _made: dict[int, tuple[_Recomputable, int, Tensor]] = field(default_factory=dict)
     _forward: bool = False
 
-    def discard_output(self, operator: Operator, /, *inputs: Any) -> Tensor:
-        """Run an operator whose output is recomputed in backward instead of saved (a `SavePolicy`)."""
+    def discard_output(self, operator: Callable[..., Output], /, *inputs: Any) -> Output:
+        """Run an operator whose outputs are recomputed in backward instead of saved (a `SavePolicy`)."""
         output = operator(*inputs)
-        if self._forward:  # holding the output keeps its storage address, the key, from being reused
-            self._made[storage_id(output)] = _RecomputableOutput(operator, inputs), output
+        if self._forward:
+            made = _Recomputable(operator, tuple(map(self._pack, inputs)))
+            for index, tensor in enumerate(_as_tuple(output)):  # held, or its storage address, the key, is reused
+                self._made[storage_id(tensor)] = made, index, tensor
         return output
 
-    def checkpoint(self, function: Operator, x: Tensor, /) -> Tensor:
-        """Checkpoint a function of one tensor (a `SavePolicy`).
+    def checkpoint(self, function: Callable[..., Output], /, *inputs: Any) -> Output:
+        """Checkpoint a function (a `SavePolicy`).
 
-        If that input is itself a discarded output, it is recomputed too instead of being saved by the checkpoint.
+        Inputs that are discarded outputs are recomputed too instead of being saved by the checkpoint.
         """
-        found = self._made.get(storage_id(x))
-        if found is None:
-            return _checkpoint(function, self.observer, x)
-        made, first = found[0], [x]
+        packed, first = tuple(map(self._pack, inputs)), [inputs]
+        if not any(isinstance(saved, _RecomputableView) for saved in packed):
+            return _checkpoint(function, self.observer, *inputs)
 
-        def run() -> Tensor:
+        def run() -> Output:
             if first:
-                return function(first.pop())
-            made.uses += 1
-            return function(made.value().requires_grad_())
+                return function(*first.pop())
+            given = (_unpack(s).requires_grad_() if isinstance(s, _RecomputableView) else s for s in packed)
+            return function(*given)
 
         return _checkpoint(run, self.observer)
 
-    def run_layer(self, forward: Operator, /, *inputs: Any) -> Tensor:
+    def run_layer(self, forward: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the layer that contains the modules above, with the saved-tensor hooks (a `SavePolicy`)."""
         if not torch.is_grad_enabled():
             return forward(*inputs)
@@ -174,13 +182,19 @@ class OutputDiscardingCheckpoint:
             self._forward = False
             self._made.clear()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _RecomputableView:
-        found = self._made.get(storage_id(tensor))
+    def _pack(self, value: Any) -> Any:
+        """Return the placeholder of a discarded output or of its view; any other value as it is."""
+        found = self._made.get(storage_id(value)) if isinstance(value, Tensor) else None
         if found is None:
-            return tensor
-        found[0].uses += 1
-        return _RecomputableView(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return value
+        made, index, _ = found
+        made.uses += 1
+        return _RecomputableView(made, index, value.size(), value.stride(), int(value.storage_offset()))
 
 
-def _unpack(saved: Tensor | _RecomputableView) -> Tensor:
+def _unpack(saved: Any) -> Any:
     return saved.value() if isinstance(saved, _RecomputableView) else saved
+
+
+def _as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)

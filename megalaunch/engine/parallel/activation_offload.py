@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
-from megalaunch.engine.model.layers import SavePolicy
+from megalaunch.engine.model.layers import Output, SavePolicy
 from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.torch_private import storage_id, tree_leaves
 
@@ -183,7 +183,7 @@ class _OffloadPolicy:
     first: bool
     offload: Offload
 
-    def __call__(self, forward: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+    def __call__(self, forward: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the layer with saved-tensor hooks that offload what autograd saves."""
         if not torch.is_grad_enabled():
             return self.inner(forward, *inputs)
@@ -206,11 +206,11 @@ class _PrefetchPolicy:
     inner: SavePolicy
     current: _ForwardPass
 
-    def __call__(self, forward: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+    def __call__(self, forward: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the layer by the inner policy, with a hook on the gradient of its output."""
         output, last = self.inner(forward, *inputs), self.current.last
         self.current.last = None
-        if last is not None and output.requires_grad:
+        if last is not None and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: last.fetch())  # type: ignore[no-untyped-call]
         return output
 

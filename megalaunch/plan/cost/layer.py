@@ -138,9 +138,9 @@ def _latent_projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
     query, rank = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.kv_lora_rank or 1
     if mla.q_lora_rank:
         yield Matmul(part, hidden, mla.q_lora_rank)
-        yield Matmul(shape.tokens, mla.q_lora_rank, query)
+        yield Matmul(shape.tokens, mla.q_lora_rank, query, "mla_up")
     else:
-        yield Matmul(shape.tokens, hidden, query)
+        yield Matmul(shape.tokens, hidden, query, "mla_up")
     yield Matmul(part, hidden, rank + mla.qk_rope_head_dim)
     yield Matmul(shape.tokens, rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), "mla_up")
     yield Matmul(shape.tokens, heads * mla.v_head_dim, hidden)

@@ -45,9 +45,11 @@ ATTENTION = (
         ("norm",),
         gathered=True,
     ),
-    OpRow("queries, after RoPE", lambda d: d.activation_bytes * d.query_width),
-    OpRow("keys, after RoPE", lambda d: d.activation_bytes * d.key_width * d.saved_kv_shards),
-    OpRow("values", lambda d: d.activation_bytes * d.value_width * d.saved_kv_shards),
+    OpRow("queries, after RoPE", lambda d: d.activation_bytes * d.query_width, recomputed_by=("mla_up",)),
+    OpRow(
+        "keys, after RoPE", lambda d: d.activation_bytes * d.key_width * d.saved_kv_shards, recomputed_by=("mla_up",)
+    ),
+    OpRow("values", lambda d: d.activation_bytes * d.value_width * d.saved_kv_shards, recomputed_by=("mla_up",)),
     OpRow(
         "attention mask in the dtype of queries",
         lambda d: d.activation_bytes * d.mask_keys,
@@ -88,7 +90,7 @@ ATTENTION = (
 )
 # DeepSeek-V2 report, section 2.1: down to the latents (replicated on every rank), their norms, up to heads.
 LATENTS = (
-    OpRow("query latent", lambda d: d.activation_bytes * d.q_lora_rank, "sequence", ("mla_up",)),
+    OpRow("query latent", lambda d: d.activation_bytes * d.q_lora_rank, "sequence"),
     OpRow("query latent after its norm", lambda d: d.matmul_input_bytes * d.q_lora_rank, "sequence", ("norm",)),
     OpRow(
         "key/value latent, and the RoPE key",

@@ -87,6 +87,18 @@ def test_less_of_experts_is_kept():
     assert everything - experts > 0.7 * (everything - full)
 
 
+def test_queries_keys_and_values_of_latent_attention_are_not_kept():
+    latent = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    spec = small_spec(model__mla=latent, model__num_attention_heads=4, model__num_query_groups=4, model__head_dim=10)
+    everything, up = _kept(spec, granularity="none"), _kept(spec, granularity="selective", modules=("mla_up",))
+    per_token = 4 * 4 * (10 + 10 + 5)  # fp32, heads, widths of a query, a key and a value
+    assert everything - up == spec.model.num_layers * 2 * 16 * per_token
+    both = _kept(spec, granularity="selective", modules=("mla_up", "norm"))
+    assert both < min(up, _kept(spec, granularity="selective", modules=("norm",)))
+    everything_but_inputs = _kept(spec, granularity="selective", modules=("mla_up", "attention"))
+    assert everything_but_inputs < min(up, _kept(spec, granularity="selective", modules=("attention",)))
+
+
 def test_nothing_is_remembered_after_the_layer():
     model = build_decoder(small_spec().model)
     init_weights(model, 0)

@@ -32,6 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
     "tp2 cp2": {"parallel__cp": 2, **SPLIT},
     "tp2 dropping": {**SPLIT, **DROPPING},
     "tp2 recomputed": {**SPLIT, **SELECTIVE, "recompute__modules": ["attention", "norm", "activation"]},
+    "tp2 up projections recomputed": {**SPLIT, **SELECTIVE, "recompute__modules": ["mla_up", "norm", "attention"]},
+    "up projections recomputed, zero bubble": {**STAGES, **SELECTIVE, "recompute__modules": ["mla_up"]},
+    "cp2 ring, up projections recomputed": {
+        "parallel__cp": 2,
+        "parallel__cp_comm_type": "p2p",
+        **SELECTIVE,
+        "recompute__modules": ["mla_up", "norm"],
+    },
     "offloaded": {"parallel__tp": 2, "recompute__cpu_offloading_num_layers": 2},
 }
 
@@ -57,6 +65,6 @@ def _spec(**values: Any) -> Any:
     return small_spec(**{**shape, **values})
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "tp2 pp2 dp2", "cp2 ring, packed", "tp2 recomputed"))
+@pytest.mark.parametrize("name", slow_but(CASES, "tp2 pp2 dp2", "cp2 ring, packed", "tp2 up projections recomputed"))
 def test_every_gradient_is_that_of_one_process(name):
     hold_to_one_process(_spec(**CASES[name]), prepare=shake)

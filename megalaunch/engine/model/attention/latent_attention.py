@@ -29,7 +29,7 @@ from torch import Tensor
 from megalaunch.engine.model.attention.attention import LayerKVCache, SelfAttention
 from megalaunch.engine.model.attention.core import AttentionFn
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
-from megalaunch.engine.model.layers import Norm
+from megalaunch.engine.model.layers import Norm, SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
@@ -47,6 +47,7 @@ class LatentAttention(SelfAttention):
         super().__init__(config, tp_region)
         assert config.latent is not None, "the config of ordinary attention"
         self.latent = latent = config.latent
+        self.up_save_policy: SavePolicy = save_activations
         latent_norm, queries = replace(norm, epsilon=_EPSILON), config.num_heads * config.head_dim
         if latent.q_lora_rank is None:
             self.q_proj = Linear(hidden_size, queries, COLUMN_PARALLEL)
@@ -75,24 +76,40 @@ class LatentAttention(SelfAttention):
     ) -> Tensor:
         """Apply attention and its projections, [B, s, H] -> [B, s, H]; arguments as of `Attention`."""
         assert rotation is not None, "latent attention has RoPE in every layer"
-        q_BNSD = self._queries(x_BsH, rotation)
+        queries_BsX = x_BsH if self.latent.q_lora_rank is None else self.q_a_norm(self.q_a_proj(x_BsH))
         widths = self.latent.kv_lora_rank, self.latent.qk_rope_head_dim
         c_BsC, rope_BsR = torch.split_with_sizes(self.kv_a_proj(x_BsH), widths, dim=-1)
-        rope_B1SR = self.tp_region.gather_from_sequence_parallel_region(rope_BsR).unsqueeze(1)
-        c_BsC, rope_B1SR = self.kv_a_norm(c_BsC), apply_rope(rope_B1SR, rotation)
+        c_BsC = self.kv_a_norm(c_BsC)
         if layer_cache is not None:
+            q_BNSD, rope_B1SR = self._queries(queries_BsX, rotation), self._shared_keys(rope_BsR, rotation)
             out_BNSF = self._attend_to_cache(attend, q_BNSD, c_BsC, rope_B1SR, layer_cache)
         else:
-            k_BNSD, v_BNSF = self._keys_values(c_BsC, rope_B1SR)
+            q_BNSD, k_BNSD, v_BNSF = self.up_save_policy(self.project_up, queries_BsX, c_BsC, rope_BsR, rotation)
             out_BNSF = self.core_save_policy(self.core_attention, attend, q_BNSD, k_BNSD, v_BNSF, seeds_BN)
         return self.tp_region.row_parallel_linear(out_BNSF.transpose(1, 2).flatten(2), self.o_proj)
 
-    def _queries(self, x_BsH: Tensor, rotation: RopeCache) -> Tensor:
+    def project_up(
+        self, queries_BsX: Tensor, c_BsC: Tensor, rope_BsR: Tensor, rotation: RopeCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's heads of queries, keys and values, as a function that the save policy may call again.
+
+        Args:
+            queries_BsX: The input of the queries: their latent, or x.
+            c_BsC: The normalized latent of keys and values.
+            rope_BsR: The keys' shared part, before RoPE.
+            rotation: Of the positions of the whole sequence.
+        """
+        q_BNSD = self._queries(queries_BsX, rotation)
+        return q_BNSD, *self._keys_values(c_BsC, self._shared_keys(rope_BsR, rotation))
+
+    def _shared_keys(self, rope_BsR: Tensor, rotation: RopeCache) -> Tensor:
+        """Return the rotated part of the keys, which all heads share, [B, 1, S, R]."""
+        return apply_rope(self.tp_region.gather_from_sequence_parallel_region(rope_BsR).unsqueeze(1), rotation)
+
+    def _queries(self, queries_BsX: Tensor, rotation: RopeCache) -> Tensor:
         """Return this rank's heads of queries, [B, N, S, D]."""
-        if self.latent.q_lora_rank is None:
-            (queries,) = self.tp_region.column_parallel_linear(x_BsH, self.q_proj)
-        else:
-            (queries,) = self.tp_region.column_parallel_linear(self.q_a_norm(self.q_a_proj(x_BsH)), self.q_b_proj)
+        projection = self.q_proj if self.latent.q_lora_rank is None else self.q_b_proj
+        (queries,) = self.tp_region.column_parallel_linear(queries_BsX, projection)
         nope_BNSD, rope_BNSR = self._split_heads(queries, self.latent.qk_rope_head_dim)
         return torch.cat((nope_BNSD, apply_rope(rope_BNSR, rotation)), dim=-1)
 
