@@ -24,7 +24,8 @@ from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.dropout import sample_seeds
-from megalaunch.engine.model.init import init_value, init_weights
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler

@@ -20,7 +20,7 @@ from torch import Tensor
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.model.build import make_decoder_config
-from megalaunch.engine.model.init import init_value
+from megalaunch.engine.model.init_value import init_value
 from megalaunch.importers.huggingface.registry import with_family
 from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.moe import MoESpec

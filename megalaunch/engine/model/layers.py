@@ -17,7 +17,6 @@ from megalaunch.engine.model.tp_region import TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
 from megalaunch.kernels.rms_norm import rms_norm
 
-
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
 
 

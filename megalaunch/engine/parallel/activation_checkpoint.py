@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megalaunch.engine.model.attention.latent_attention import LatentAttention
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
-from megalaunch.engine.model.attention.latent_attention import LatentAttention
 from megalaunch.engine.model.layers import Norm, Output
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
+
 
 def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObserver = NO_OBSERVER) -> None:
     """Apply `recompute.*` to a model, in place.

@@ -10,7 +10,8 @@ from oracle import small_spec
 from megalaunch.engine.model.attention.core import causal_attention
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.config import NormConfig, RopeConfig
-from megalaunch.engine.model.init import init_value, init_weights
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.model.rope import apply_rope, rope_cos_sin
 from megalaunch.plan.parameters import count_parameters

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from made_specs import resolved
-from oracle import hold_to_one_process, small_spec
+from oracle import hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.model.build import build_decoder
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2 zero3", "pp2"))
 def test_every_gradient_is_that_of_one_process(layout):
     spec = small_spec(**{**TWO, **LAYOUTS[layout]})
-    hold_to_one_process(spec, shaken=True)
+    hold_to_one_process(spec, prepare=shake)
 
 
 class Noted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oracle import hold_to_one_process, small_spec
+from oracle import hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 
 # Tied embeddings, biases, normed queries and keys, packed documents of which a rank may see none that counts, a
@@ -48,7 +48,7 @@ BATCH = 8
 
 
 def _held_to_one_process(**values: Any) -> None:
-    hold_to_one_process(small_spec(**{**AWKWARD, "parallel__dp": 1, **values}), shaken=True)
+    hold_to_one_process(small_spec(**{**AWKWARD, "parallel__dp": 1, **values}), prepare=shake)
 
 
 CROSSED = [("least", "none"), ("4", "full"), ("least", "full"), ("4", "none")]

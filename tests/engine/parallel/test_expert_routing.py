@@ -9,7 +9,7 @@ from oracle import Prepare, hold_to_one_process, small_spec
 from megalaunch.engine.dtensor import copy_from_global_
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.init import init_value
+from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.model.model_parts import ModelParts
 
 HALVES = {"parallel__dp": 2, "parallel__ep": 2}

@@ -14,8 +14,8 @@ from oracle import small_spec
 
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model import init
-from megalaunch.engine.model.init import init_value
+from megalaunch.engine.model import init_value as drawing
+from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train import trainer
 from megalaunch.plan.topology import Topology
@@ -44,16 +44,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _differing(spec: RunSpec) -> tuple[list[str], int, int]:
     """Parameters that are not those of one process; how many numbers were drawn, and how many this rank holds."""
-    own_draw, drawn = init.fill_normal, [0]
+    own_draw, drawn = drawing.fill_normal, [0]
 
     def counted(out: torch.Tensor, *args: Any) -> None:
         drawn[0] += out.numel()
         own_draw(out, *args)
 
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    init.fill_normal = counted
+    drawing.fill_normal = counted
     model = build_sharded_model(spec, mesh)
-    init.fill_normal = own_draw
+    drawing.fill_normal = own_draw
     different, held = [], 0
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -79,7 +79,7 @@ def test_nothing_is_drawn_before_a_checkpoint_is_loaded(tmp_path: Path, monkeypa
         raise AssertionError("weights are drawn, though a checkpoint has them")
 
     monkeypatch.setattr(trainer, "initialize_weights", refused)
-    monkeypatch.setattr(init, "fill_normal", refused)
+    monkeypatch.setattr(drawing, "fill_normal", refused)
     assert "after step 3" in run_loop(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "run").reason
     beside = with_values(spec, {"train.exit_at_step": 1, "checkpoint.load_pretrained": str(tmp_path / "run")})
     assert "after step 1" in run_loop(beside, tmp_path / "beside").reason
