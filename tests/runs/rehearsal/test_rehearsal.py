@@ -26,7 +26,7 @@ from megalaunch.schema.paths import value_at
 
 RECIPES = sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 # Recipes with 16 workers and more, whose axes other recipes play, too.
-MANY_WORKERS = ("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b")
+MANY_WORKERS = ("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b", "qwen3_235b_a22b")
 PHASES = ["data", "train", "resume", "reshard", "export", "generate"]
 
 
