@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megalaunch.engine.model.attention.latent_attention import LatentAttention
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
-from megalaunch.engine.model.layers import Norm, Output
+from megalaunch.engine.model.layers import Norm, Output, SavePolicy
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
@@ -51,11 +51,12 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
 def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], observer: StepObserver) -> None:
     """Checkpoint the modules of `recompute.modules` in one layer."""
     discarding = OutputDiscardingCheckpoint(observer)
-    up = "mla_up" in modules and isinstance(layer.attention, LatentAttention)
-    if "attention" in modules:
-        layer.attention.core_save_policy = discarding.checkpoint if up else Checkpoint(observer)
+    core: SavePolicy = Checkpoint(observer)
     if "mla_up" in modules and isinstance(layer.attention, LatentAttention):
         layer.attention.up_save_policy = discarding.discard_output
+        core = discarding.checkpoint  # it would hold the queries, keys and values, its inputs
+    if "attention" in modules:
+        layer.attention.core_save_policy = core
     if "norm" in modules:
         for module in layer.modules():
             if isinstance(module, Norm):
