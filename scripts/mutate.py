@@ -95,7 +95,8 @@ def noticed(mutation: Mutation, copy: Path) -> bool:
 def run_tests(copy: Path, tests: str) -> int:
     """pytest's exit code on the copy, stopping at the first failure; or NEVER_ENDED."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTEST_ADDOPTS": ""}
+    # A change within a second that keeps the file's size would otherwise be read from the bytecode of before.
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

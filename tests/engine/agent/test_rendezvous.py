@@ -31,6 +31,29 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.fixture(autouse=True)
+def ended_loops(monkeypatch):
+    """End what a test leaves on its event loops, which an agent's process ends with itself."""
+    loops: list[asyncio.AbstractEventLoop] = []
+    begin = EventLoop.__init__
+
+    def record(self: EventLoop) -> None:
+        begin(self)
+        loops.append(self.loop)
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        asyncio.get_running_loop().stop()
+
+    monkeypatch.setattr(EventLoop, "__init__", record)
+    yield
+    for loop in loops:  # not waited for: a test may have put its loop to sleep
+        asyncio.run_coroutine_threadsafe(end(), loop)
+
+
 class Meeting:
     """A coordinator and members of it, each member on a loop of its own as in a process of its own."""
 
