@@ -62,7 +62,7 @@ LIMITS = (
         ("attention", "norm", "mlp", "activation", "moe", "mla_up"),
         "recomputation of shared experts alone",
     ),
-    Limit("optimizer.name", ("adamw",), "other optimizers"),
+    Limit("optimizer.name", ("adamw", "sgd", "lion"), "muon"),
     Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),
     Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps with a large gradient norm"),
     Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
@@ -81,7 +81,6 @@ CHIP_LIMIT = Limit(
 
 MEANINGLESS: Mapping[str, str] = MappingProxyType(
     {
-        "optimizer.momentum": "optimizer.name",
         "precision.fp8.": "precision.compute_dtype",
         "precision.loss_scale.": "precision.compute_dtype",
     }

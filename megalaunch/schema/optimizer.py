@@ -21,6 +21,7 @@ class OptimizerSpec:
     beta2: float = setting(0.95, "Decay rate of the second moment.", minimum=0)
     epsilon: float = setting(1e-8, "Added to the square root of the second moment.", minimum=0)
     momentum: float = setting(0.95, "Momentum of sgd and muon.", minimum=0)
+    nesterov: bool = setting(False, "Use Nesterov momentum in sgd.")
     weight_decay: float = setting(0.1, "Coefficient of the decoupled weight decay of matrices.", minimum=0)
     clip_grad: float = setting(1.0, "Clip gradients to this global norm; 0: no clipping.", minimum=0)
     skip_step_grad_norm: float | None = setting(

@@ -54,7 +54,10 @@ def test_one_rank_sends_nothing():
     ("overrides", "said"),
     [
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
-        (("optimizer=muon",), "  optimizer.name=muon  (other optimizers)"),
+        (
+            ("optimizer.optimizer_offload_fraction=0.5",),
+            "  optimizer.optimizer_offload_fraction=0.5  (optimizer states in host memory)",
+        ),
         (("parallel.tp=3",), "[parallel."),
         (("--search",), "it cannot be combined with --search, --tokens or --assumptions"),
     ],

@@ -191,7 +191,10 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
             ("recipe=tiny", "precision=fp8", "platform=h100", "cluster.devices_per_node=2"),
             "precision.compute_dtype=fp8",
         ),
-        (("recipe=tiny", "optimizer=muon"), "optimizer.name=muon"),
+        (
+            ("recipe=tiny", "optimizer.optimizer_offload_fraction=0.5", "platform=h100", "cluster.devices_per_node=2"),
+            "optimizer.optimizer_offload_fraction=0.5",
+        ),
         (("recipe=tiny", "platform=mtt_s5000", "cluster.devices_per_node=2"), "platform.chip=mtt_s5000"),
     ],
 )

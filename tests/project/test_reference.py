@@ -41,11 +41,10 @@ def test_a_key_without_which_nothing_is_trained_does_not_run():
     for key in (
         "amax_history_len",
         "hysteresis",
-        "momentum",
         "moe_token_dispatcher_type",
         "chip",
     ):
         assert not by_key[key].endswith("| all |"), by_key[key]
-    assert by_key["momentum"].endswith("| none: goes with `optimizer.name` (other optimizers) |")
+    assert by_key["hysteresis"].endswith("| none: goes with `precision.compute_dtype` (fp16 and fp8) |")
     assert by_key["num_layers"].endswith("|")
     assert by_key["hidden_size"].endswith("| all |")

@@ -1,7 +1,7 @@
 """The oracle of layout tests: the same model on one process in fp32, in plain torch, against a layout's numbers.
 
 Tolerances of the design: every gradient to 1e-5 of its own largest value, the gradient norm to 1e-6, parameters
-after three AdamW steps to 1e-5 of their largest value.
+after three updates to 1e-5 of their largest value.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_ranks import run_ranks
 from plain_mtp import plain_mtp_loss
+from plain_optimizers import plain_optimizer
 from proofs import Proof, record
 
 from megalaunch.data.samples.sample import Sample, positions_within
@@ -31,7 +32,7 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, build_run_spec
@@ -130,16 +131,12 @@ class Numbers:
 
 
 def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
-    """The reference: no sharding, no accumulation, torch's own loss, clipping and AdamW."""
+    """The reference: no sharding, no accumulation, torch's own loss, clipping and optimizers."""
     model = build_decoder(spec.model)
     init_weights(model, spec.train.seed)
     if prepare is not None:
         prepare(model)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": spec.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0}]
-    betas = (spec.optimizer.beta1, spec.optimizer.beta2)
-    adamw = torch.optim.AdamW(groups, lr=spec.optimizer.lr, betas=betas, eps=spec.optimizer.epsilon, foreach=False)
+    optimizer = plain_optimizer(spec.optimizer, dict(model.named_parameters()))
     rows, size = samples_of(spec), spec.batch.global_batch_size
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -147,15 +144,15 @@ def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
         streams = [_streams(spec, index) for index in indices]
         summed = (_plain_loss(model, rows[index], drawn) for index, drawn in zip(indices, streams, strict=True))
         loss = sum(summed) / labels_of(rows, indices)
-        adamw.zero_grad()
+        optimizer.zero_grad()
         (loss + plain_mtp_loss(spec, model, [rows[index] for index in indices])).backward()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.clip_grad).item())
         losses.append(loss.item())
-        for group in adamw.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = spec.optimizer.lr * min(1, (step + 1) / WARMUP)
-        adamw.step()
+        optimizer.step()
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
 
@@ -186,7 +183,7 @@ def _plain_validation(model: torch.nn.Module) -> float:
     return total / count
 
 
-class _NotingAdamW(NamedAdamW):
+class _NotingOptimizer(Optimizer):
     """Keeps what the first update is made of: the whole gradients, summed over all ranks and not yet clipped."""
 
     def __init__(self, model: ModelParts, spec: RunSpec) -> None:
@@ -208,7 +205,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None =
     model = build_sharded_model(spec, mesh)
     if prepare is not None:
         prepare(model)
-    optimizer = _NotingAdamW(model, spec)
+    optimizer = _NotingOptimizer(model, spec)
     samples = samples_of(spec)
     sampler = make_batch_sampler(spec.batch.global_batch_size, mesh)
     batches = PrefetchingDataLoader(samples, sampler, mesh.device, mtp_depths=spec.model.mtp.num_layers)

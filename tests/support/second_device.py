@@ -33,7 +33,7 @@ from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.fake_world import FakeScalarMode
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.train.loss import LinearCrossEntropy
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
@@ -105,7 +105,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
 def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
     """A whole training step: forward, backward, sums over ranks, clipping, update."""
     with _laid_out_on(device, spec, rank) as (mesh, model):
-        step = make_observed_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), NO_OBSERVER)
+        step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer), NO_OBSERVER)
         batch = make_batch(spec, mesh, mesh.topology.microbatches)
         moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
         step.run(1, replace(batch, microbatches=moved), None)

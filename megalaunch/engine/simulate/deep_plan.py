@@ -31,7 +31,7 @@ from megalaunch.engine.simulate.step import (
 )
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.kernels.overrides import override_kernels
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
@@ -113,7 +113,7 @@ def _steps(
         world.enter_context(mode)
     world.enter_context(memory.tracking())
     materialize(model, mesh)
-    optimizer = NamedAdamW(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer)
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)

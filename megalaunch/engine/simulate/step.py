@@ -14,7 +14,7 @@ from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.parallel.step_observer import StepObserver
 from megalaunch.engine.train.dataloader import StepBatch, collate, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.schema import RunSpec
 
@@ -55,7 +55,7 @@ def make_observed_step(
     spec: RunSpec,
     mesh: Mesh,
     model: ModelParts,
-    optimizer: NamedAdamW,
+    optimizer: Optimizer,
     observer: StepObserver,
     activations: Sequence[StageActivations] | None = None,
 ) -> TrainStep:

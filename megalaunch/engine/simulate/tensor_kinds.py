@@ -11,7 +11,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.simulate.memory_tracker import MemoryTracker
 from megalaunch.engine.torch_private import fsdp_unsharded_grads
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TensorKinds:
     """The model and optimizer whose tensors persist between steps."""
 
     model: ModelParts
-    optimizer: NamedAdamW
+    optimizer: Optimizer
 
     def label(self, memory: MemoryTracker) -> None:
         """Label the current parameters and gradients in the memory tracker."""

@@ -25,7 +25,7 @@ from megalaunch.engine.model.decoder import strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.expert_load import router_states
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.fs import write_file_atomically
@@ -60,7 +60,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self, spec: RunSpec, directory: RunDirectory, model: ModelParts, optimizer: NamedAdamW, record: RunLogger
+        self, spec: RunSpec, directory: RunDirectory, model: ModelParts, optimizer: Optimizer, record: RunLogger
     ) -> None:
         self._spec, self._directory, self._record = spec, directory, record
         self._model, self._optimizer = model, optimizer
@@ -168,7 +168,7 @@ class Checkpointer:
             self._record.event("note", message=f"old checkpoints could not be removed: {error}")
 
 
-def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
+def state_tensors(model: ModelParts, optimizer: Optimizer) -> Mapping[str, Tensor]:
     """Return weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`): global shapes, sharing memory.
 
     Weights include the buffers of the model, which have no moments. Routers may have a state of their own.
@@ -265,7 +265,7 @@ def save_run(
     return target
 
 
-def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: NamedAdamW) -> TrainProgress:
+def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: Optimizer) -> TrainProgress:
     """Load model and optimizer in place; return the progress. Collective; raises one CheckpointError on all ranks."""
     tensors = state_tensors(model, optimizer)
     load_checkpoint(checkpoint, tensors, _saved_shapes(tensors, spec))

@@ -24,7 +24,8 @@ from megalaunch.engine.train.dataloader import StepBatch
 from megalaunch.engine.train.expert_load import first_non_finite_router, take_expert_sums, update_routers
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
-from megalaunch.engine.train.optimizer import NamedAdamW, learning_rate
+from megalaunch.engine.train.learning_rate import learning_rate
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec
@@ -72,7 +73,7 @@ class TrainStep:
         mesh: Mesh,
         model: ModelParts,
         forward_backward: ForwardBackward,
-        optimizer: NamedAdamW,
+        optimizer: Optimizer,
         samples: Dataset,
         observer: StepObserver = NO_OBSERVER,
     ) -> None:

@@ -34,7 +34,7 @@ from megalaunch.engine.train.checkpointer import (
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
@@ -53,7 +53,7 @@ class TrainState:
     mesh: Mesh
     model: ModelParts
     forward_backward: ForwardBackward
-    optimizer: NamedAdamW
+    optimizer: Optimizer
     training: Dataset
     validation: FiniteDataset | None
 
@@ -72,7 +72,7 @@ def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
         mesh,
         model,
         make_forward_backward(spec, mesh, model),
-        NamedAdamW(model, spec.optimizer),
+        Optimizer(model, spec.optimizer),
         training,
         validation,
     )

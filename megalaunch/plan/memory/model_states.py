@@ -12,9 +12,8 @@ from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.stage_params import DeviceParams
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
+from megalaunch.schema.optimizer import OptimizerSpec
 
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
-"""States (moment_bytes) of an optimizer per weight."""
 _BYTES = {"fp32": 4, "bf16": 2}
 GATHERED_LAYERS = 2
 """Layers gathered at once by optim_grads_params: the one that computes, and the next one, prefetched."""
@@ -62,7 +61,7 @@ def model_states(
     sharded_params = params.dense / shards + params.experts / expert_shards
     updated_params = sharded_params - params.copies / shards  # those with optimizer states
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
-    moment_bytes = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
+    moment_bytes = states_per_parameter(spec.optimizer) * _BYTES[spec.precision.exp_avg_dtype] * on_device
     if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_main_params(spec):
         return _single_rank(spec, params, topology, moment_bytes, in_flight)
     if profile.sharded_main_params:
@@ -71,6 +70,13 @@ def model_states(
     if not _computes_with_main_params(spec):
         moment_bytes += main_param_bytes(spec) * on_device
     return _distributed_optimizer(spec, params, sharded_params, moment_bytes, profile)
+
+
+def states_per_parameter(optimizer: OptimizerSpec) -> int:
+    """Return the optimizer states of a parameter: AdamW's two moments, or one moment or momentum."""
+    if optimizer.name == "sgd" and optimizer.momentum == 0:
+        return 0
+    return 2 if optimizer.name == "adamw" else 1
 
 
 def main_param_bytes(spec: RunSpec) -> int:

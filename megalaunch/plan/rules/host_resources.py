@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megalaunch.plan.memory.model_states import MOMENTS, main_param_bytes
+from megalaunch.plan.memory.model_states import main_param_bytes, states_per_parameter
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.rules.memory import peak_memory, smaller
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
@@ -73,7 +73,8 @@ def _checkpoint_bytes(at: RuleContext) -> int | None:
     if None in (spec.model.head_dim, spec.model.num_query_groups, spec.model.vocab_size):
         return None
     moment = 2 if spec.precision.exp_avg_dtype == "bf16" else 4
-    return count_parameters(spec.model).total * (main_param_bytes(spec) + MOMENTS[spec.optimizer.name] * moment)
+    states = states_per_parameter(spec.optimizer)
+    return count_parameters(spec.model).total * (main_param_bytes(spec) + states * moment)
 
 
 def _max_checkpoints(at: RuleContext) -> int:

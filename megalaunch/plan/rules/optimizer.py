@@ -198,9 +198,9 @@ register_inert(
 register_inert(
     InertSetting(
         "optimizer.momentum_idle",
-        "optimizer.momentum is set only for sgd and muon.",
+        "momentum and nesterov are set only for sgd and muon.",
         "The other optimizers have betas.",
-        ("optimizer.momentum",),
+        ("optimizer.momentum", "optimizer.nesterov"),
         "optimizer.name",
         lambda spec: spec.optimizer.name in ("sgd", "muon"),
         "the optimizer is neither sgd nor muon (its moments: optimizer.beta1)",

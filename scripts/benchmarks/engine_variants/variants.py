@@ -34,7 +34,7 @@ from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.engine.worker_setup import tune_malloc
 from megalaunch.plan.topology import Topology
@@ -59,7 +59,7 @@ def ours(work: Work, **parallel: object) -> OneStep:
     spec = work.spec(**parallel)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
-    optimizer = NamedAdamW(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, _Unread())
     inputs, labels = work.batch(mesh.dp_rank)
     batch = StepBatch((range(work.samples),), (MicroBatch(inputs, labels),), labels.numel())

@@ -27,7 +27,7 @@ from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.grads import finalize_grads
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
@@ -59,7 +59,7 @@ class Run:
             materialize(self.model, self.mesh)
         else:
             self.model = build_sharded_model(spec, self.mesh)
-        self.optimizer = NamedAdamW(self.model, spec.optimizer)
+        self.optimizer = Optimizer(self.model, spec.optimizer)
         self.forward_backward: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)
         self.batches = PrefetchingDataLoader(
@@ -169,6 +169,14 @@ def test_experts_go_on_under_another_layout(tmp_path, first, second, beside):
     expected = joined(ranks_of(first), saved_and_gone_on, spec_of(first, **EXPERTS), tmp_path, beside)
     checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
     assert_close(joined(ranks_of(second), loaded, spec_of(second, **EXPERTS), checkpoint), expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion"])
+def test_other_optimizers_go_on_under_another_layout(tmp_path, name):
+    made = {"model__num_layers": 2, "optimizer__name": name}
+    expected = joined(2, saved_and_gone_on, spec_of({**ONE, "parallel__tp": 2}, **made), tmp_path, True)
+    checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
+    assert_close(joined(2, loaded, spec_of({**ONE, **ZERO3, "parallel__dp": 2}, **made), checkpoint), expected)
 
 
 def assert_close(found: Numbers, expected: Numbers) -> None:

@@ -18,7 +18,7 @@ from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.step import make_batch, make_observed_step
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
@@ -32,7 +32,7 @@ def _on_gloo(spec: RunSpec) -> Rows:
     model = parallelize_decoder(spec, mesh, moment)
     materialize(model, mesh)
     initialize_weights(model, mesh, spec.train.seed)
-    step = make_observed_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
+    step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer), moment)
     for number in (1, 2):
         ledger.clear()
         with ledger, moment.phase_scope("optimizer"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalaunch.engine.train.grads import clip_divisor, local_grad_norm_sq
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.schema.optimizer import OptimizerSpec
 
 
@@ -20,7 +20,7 @@ def test_limits(limit, expected):
     model = torch.nn.Module()
     model.taking, model.idle = parameter(3, 4), torch.nn.Parameter(torch.zeros(1))
     assert local_grad_norm_sq(model.parameters()).item() == 25
-    optimizer = NamedAdamW(model, OptimizerSpec(beta1=0.5))
+    optimizer = Optimizer(model, OptimizerSpec(beta1=0.5))
     optimizer.step(1e-3, clip_divisor(5.0, limit))
     assert (2 * optimizer.states()["optimizer.exp_avg.taking"]).tolist() == pytest.approx(expected, rel=1e-6)
     model.taking.grad = torch.zeros(2)  # the next step's is not clipped because the last one's was

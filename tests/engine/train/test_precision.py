@@ -19,7 +19,7 @@ from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
@@ -40,7 +40,7 @@ class Reduced(TorchDispatchMode):
 def _formats(spec: RunSpec) -> dict[str, set[str]]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
-    optimizer = NamedAdamW(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer)
     batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
     batch = batches.get(1, last=1)
     batches.close()

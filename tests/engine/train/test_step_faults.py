@@ -25,7 +25,7 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.rank_sync import StepReduction, reduce_step_stats, sync_stop_signal
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
@@ -45,7 +45,7 @@ def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[st
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     step = TrainStep(
-        spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
+        spec, mesh, model, make_forward_backward(spec, mesh, model), Optimizer(model, spec.optimizer), samples
     )
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
@@ -141,7 +141,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     step = TrainStep(
-        spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
+        spec, mesh, model, make_forward_backward(spec, mesh, model), Optimizer(model, spec.optimizer), samples
     )
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)

@@ -55,7 +55,9 @@ OPTIMIZER = {
     "optimizer.offload_idle": Case(
         "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0"
     ),
-    "optimizer.momentum_idle": Case("optimizer.momentum=0.9", "optimizer.momentum=0.9 optimizer.name=muon"),
+    "optimizer.momentum_idle": Case(
+        "optimizer.momentum=0.9 optimizer.nesterov=true", "optimizer.momentum=0.9 optimizer.name=muon"
+    ),
     "optimizer.betas_idle": Case("optimizer.name=sgd optimizer.beta2=0.9", "optimizer.name=lion optimizer.beta2=0.9"),
     "train.sample_fits": Case("train.sample_tokens=1024", "train.sample_tokens=1023"),
     "train.sample_needs_tokenizer": Case(
