@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.precision.backend_flags import set_backend_flags
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
@@ -53,6 +54,7 @@ def run_rank(
     try:
         raise_on_all_ranks(_check_world_size(topology) or problem, step=0)
         record.phase("building")
+        set_backend_flags(spec, device)
         ending = entrypoint(spec, make_mesh(topology, device, rank), directory, record, stop)
     except RunEnd as planned:
         ending = planned

@@ -31,6 +31,7 @@ CHANGEABLE = (
     "data.cache_directory",
     "train.steps",
     "train.compile",
+    "train.deterministic",
     "train.loss_chunks",
     "train.exit_at_step",
     "train.validation_interval",

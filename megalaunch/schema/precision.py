@@ -44,6 +44,9 @@ class PrecisionSpec:
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
         "auto", "Dtype of matmuls and activations; auto: bf16 if the device supports it natively, else fp32."
     )
+    tf32: bool = setting(
+        False, "Compute fp32 matmuls of GPUs on TF32 tensor cores, with inputs rounded to 10 bits of mantissa."
+    )
     grad_reduce_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of gradient reduction over ranks.")
     grad_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of gradient accumulation.")
     exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of the optimizer's moments.")

@@ -38,6 +38,9 @@ class TrainSpec:
     loss_chunks: int = setting(
         1, "Chunks of a microbatch's tokens that head and loss process one after another; 1: all at once.", minimum=1
     )
+    deterministic: bool = setting(
+        False, "Use only deterministic GPU kernels, so that the same run gives the same bits; slower."
+    )
     compile: bool = setting(False, "Compile each layer with torch.compile.")
     sample_prompt: str | None = setting(
         None, "Prompt that the model continues at the end of training; null: no sample."

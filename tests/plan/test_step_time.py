@@ -15,6 +15,7 @@ from megalaunch.plan.cost.communication import Interconnect
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import with_values
 
 WIRES = Interconnect(link=400.0, network=50.0, node=8)
@@ -154,3 +155,10 @@ def test_any_layout_has_a_plan_or_a_reason(model, values):
     assert 0 < prediction.time.mfu_causal < 1
     assert prediction.time.exposed >= 0
     assert all(size >= 0 for memory in prediction.by_rank for size in memory.kinds.values())
+
+
+def test_matmuls_of_fp32_use_tensor_cores_only_in_tf32(seventy):
+    plain = _with(seventy, precision__compute_dtype="fp32")
+    rounded = _with(plain, precision__tf32=True)
+    chip = CHIPS[seventy.platform.chip].peak_flops
+    assert step_time(plain).matmul / step_time(rounded).matmul == pytest.approx(chip["tf32"] / chip["fp32"])

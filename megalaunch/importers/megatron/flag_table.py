@@ -55,6 +55,7 @@ DIRECT: tuple[tuple[str, str, type, Any], ...] = (
     ("min-lr", "schedule.min_lr", float, 0.0),
     ("lr-warmup-init", "schedule.warmup_init_lr", float, 0.0),
     ("seed", "train.seed", int, 1234),
+    ("deterministic-mode", "train.deterministic", bool, None),
     ("exit-interval", "train.exit_at_step", int, None),
     ("eval-interval", "train.validation_interval", int, None),
     ("save-interval", "checkpoint.interval", int, None),

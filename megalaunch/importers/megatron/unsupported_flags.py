@@ -120,7 +120,7 @@ IGNORED: dict[str, str] = {
     "storage of FP8 scales": """
         fp8-margin fp8-interval tp-only-amax-red no-fp8-wgrad
     """,
-    "each experimental feature has its own key": "enable-experimental deterministic-mode test-mode",
+    "each experimental feature has its own key": "enable-experimental test-mode",
     "weight decay is decoupled, as in AdamW": "decoupled-weight-decay",
     "activations between stages are freed after the send": "deallocate-pipeline-outputs variable-seq-lengths",
 }

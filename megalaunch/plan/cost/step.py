@@ -19,6 +19,7 @@ from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.precision import PrecisionSpec
 
 _BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # as a fraction of 1F1B's bubble
 
@@ -118,7 +119,7 @@ def step_time(spec: RunSpec) -> StepTime:
         ValueError: a degree does not divide (StageError for stages).
     """
     chip = CHIPS.get(spec.platform.chip)
-    device = _device(chip, spec.precision.compute_dtype)
+    device = _device(chip, spec.precision)
     assert chip is not None
     topology = Topology.from_spec(spec)
     wires = Interconnect.from_cluster(spec, chip, _domain(chip, topology))
@@ -164,13 +165,14 @@ def _assemble(
     )
 
 
-def _device(chip: ChipFacts | None, compute: str) -> Device:
-    """Return the rates of a chip for a compute dtype."""
+def _device(chip: ChipFacts | None, precision: PrecisionSpec) -> Device:
+    """Return the rates of a chip for a precision."""
+    compute = precision.compute_dtype
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
         raise UnknownChipSpeed(
             f"the speed of {chip.name if chip else 'this chip'} is unknown: no peak FLOP/s in the table of chips"
         )
-    name = {"fp16": "fp16", "fp32": "tf32"}.get(compute, "bf16")
+    name = {"fp16": "fp16", "fp32": "tf32" if precision.tf32 else "fp32"}.get(compute, "bf16")
     peak = chip.peak_flops.get(name)
     if peak is None or (compute == "fp8" and "fp8" not in chip.peak_flops):
         raise UnknownChipSpeed(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from megalaunch.plan.findings import Severity, as_override
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 from megalaunch.schema.build import leaves
 from megalaunch.schema.paths import value_at
@@ -71,6 +72,11 @@ def no_effect(
         if value != default:
             message = f"{path}={as_override(value)} has no effect: {reason}"
             yield Violation(path, message, {"value": value}, ({path: default}, *instead), severity)
+
+
+def on_cpu(spec: RunSpec) -> bool:
+    """Return True if the run is known to be on CPUs."""
+    return spec.platform.chip in CHIPS and CHIPS[spec.platform.chip].device == "cpu"
 
 
 @cache

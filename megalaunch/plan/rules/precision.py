@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.no_effect import InertSetting, on_cpu, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
 register_inert(
@@ -27,6 +27,18 @@ register_inert(
         "precision.compute_dtype",
         lambda spec: spec.precision.compute_dtype != "fp32",
         "precision.compute_dtype is fp32 already",
+    )
+)
+
+register_inert(
+    InertSetting(
+        "precision.tf32_idle",
+        "precision.tf32 is set only for GPUs.",
+        "CPUs have no TF32.",
+        ("precision.tf32",),
+        "platform.chip",
+        lambda spec: not on_cpu(spec),
+        "CPUs compute fp32 matmuls in fp32",
     )
 )
 

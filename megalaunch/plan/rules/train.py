@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.no_effect import InertSetting, on_cpu, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.plan.stage_validation import SPLIT_BACKWARD
 
@@ -72,6 +72,20 @@ register_inert(
         "train.sample_prompt",
         lambda spec: bool(spec.train.sample_prompt),
         "train.sample_prompt is null",
+        severity="note",
+    )
+)
+
+
+register_inert(
+    InertSetting(
+        "train.deterministic_idle",
+        "train.deterministic is set only for GPUs.",
+        "On CPUs every run repeats itself bit for bit.",
+        ("train.deterministic",),
+        "platform.chip",
+        lambda spec: not on_cpu(spec),
+        "a run on CPUs is deterministic already",
         severity="note",
     )
 )

@@ -63,6 +63,7 @@ OPTIMIZER = {
     "train.sample_needs_tokenizer": Case(
         "data.mock=true", "data.mock=true train.sample_prompt=null", (*NO_CORPUS, "model.vocab_size=320")
     ),
+    "train.deterministic_idle": Case("train.deterministic=true", "train.deterministic=true platform=h100"),
     "train.sample_idle": Case("train.sample_prompt=null", "train.sample_prompt=a"),
 }
 PRECISION = {
@@ -70,6 +71,7 @@ PRECISION = {
     "precision.residual_idle": Case(
         "precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"
     ),
+    "precision.tf32_idle": Case("precision.tf32=true", "precision.tf32=true platform=h100"),
     "precision.main_params_narrower": Case(
         "precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"
     ),
