@@ -10,9 +10,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """One form of the operators of permute.py, on tokens [T, H] and rows [R, H] in the order of experts.
+
+    Attributes:
+        gather: (x_TH, pairs_R, rows_Tk) -> the token of each row, [R, H].
+        sum: (y_RH, rows_Tk, weights_Tk or None) -> the weighted sum of each token's rows, [T, H].
+        weigh: (dy_TH, y_RH, pairs_R, rows_Tk, weights_Tk) -> the gradients of y_RH and weights_Tk, given that of `sum`.
+    """
+
+    gather: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sum: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    weigh: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class KernelOverrides:
         swiglu: (gate, up) -> silu(gate) * up.
         grouped_matmul: (rows [R, K], matrices [E, K, N], offsets) -> [R, N], or (columns [K, R], rows [R, N], offsets)
             -> [E, K, N], as `F.grouped_mm`.
+        row_kernels: The operators of permute.py.
     """
 
     on_cpu: bool | None = None
@@ -33,6 +51,7 @@ class KernelOverrides:
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    row_kernels: RowKernels | None = None
 
 
 _NONE = KernelOverrides()
@@ -48,6 +67,16 @@ def on_cpu(x: Tensor) -> bool:
     """Return whether to use the forms for a CPU: by the device of `x`, unless an override says otherwise."""
     forced = kernel_overrides().on_cpu
     return x.is_cpu if forced is None else forced
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Return whether to use Triton kernels on `x`: on a GPU, where Triton is installed."""
+    return x.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @contextmanager

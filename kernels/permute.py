@@ -1,4 +1,6 @@
-"""Permute tokens into the order of their experts, and sum the experts' outputs back per token: plain torch.
+"""Permute tokens into the order of their experts, and sum the experts' outputs back per token.
+
+`REFERENCE` is plain torch, permute_triton.py the form for GPUs.
 
 Each of T tokens has k experts: T k pairs. A row is a pair in the order of experts; pairs of one expert keep the order
 of their tokens, so that it does not depend on the device. Both directions and their gradients are gathers by row
@@ -9,11 +11,14 @@ Shapes: T tokens, k experts per token, R rows, E experts, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megalaunch.kernels.overrides import RowKernels, kernel_overrides, uses_triton
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,6 @@ class Permutation:
 
     pairs_R: Tensor
     rows_Tk: Tensor
-
-    @property
-    def tokens_R(self) -> Tensor:
-        """The token of each row."""
-        return self.pairs_R // self.rows_Tk.shape[1]
 
 
 def sort_by_expert(expert_ids_Tk: Tensor, num_experts: int) -> tuple[Permutation, Tensor]:
@@ -91,11 +91,11 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
-        return x_TH.index_select(0, permutation.tokens_R)
+        return _kernels(x_TH).gather(x_TH, permutation.pairs_R, permutation.rows_Tk)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum_rows(gradients[0], ctx.permutation.rows_Tk, None), None
+        return _kernels(gradients[0]).sum(gradients[0], ctx.permutation.rows_Tk, None), None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -105,17 +105,37 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx: Any, y_RH: Tensor, weights_Tk: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
         ctx.save_for_backward(y_RH, weights_Tk)
-        return _sum_rows(y_RH, permutation.rows_Tk, weights_Tk)
+        return _kernels(y_RH).sum(y_RH, permutation.rows_Tk, weights_Tk)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         y_RH, weights_Tk = ctx.saved_tensors
-        permutation, dy_TH = ctx.permutation, gradients[0]
-        weights_R = weights_Tk.flatten()[permutation.pairs_R]
-        dy_RH = (dy_TH.index_select(0, permutation.tokens_R) * weights_R[:, None]).to(y_RH.dtype)
-        wide_TH = dy_TH.to(weights_Tk.dtype)
-        dweights = [(y_RH.index_select(0, rows_T) * wide_TH).sum(-1) for rows_T in permutation.rows_Tk.unbind(1)]
-        return dy_RH, torch.stack(dweights, dim=1), None
+        permutation: Permutation = ctx.permutation
+        dy_RH, dweights_Tk = _kernels(y_RH).weigh(
+            gradients[0], y_RH, permutation.pairs_R, permutation.rows_Tk, weights_Tk
+        )
+        return dy_RH, dweights_Tk, None
+
+
+def _kernels(x: Tensor) -> RowKernels:
+    """Return the form for the device of `x`."""
+    override = kernel_overrides().row_kernels
+    if override is not None:
+        return override
+    return triton_kernels() if uses_triton(x) else REFERENCE
+
+
+@cache
+def triton_kernels() -> RowKernels:
+    """Return the Triton form, which needs Triton."""
+    from megalaunch.kernels.permute_triton import gather_rows, sum_rows, weigh_rows
+
+    return RowKernels(gather_rows, sum_rows, weigh_rows)
+
+
+def _gather_rows(x_TH: Tensor, pairs_R: Tensor, rows_Tk: Tensor) -> Tensor:
+    """Return the token of each row."""
+    return x_TH.index_select(0, pairs_R // rows_Tk.shape[1])
 
 
 def _sum_rows(y_RH: Tensor, rows_Tk: Tensor, weights_Tk: Tensor | None) -> Tensor:
@@ -131,3 +151,18 @@ def _sum_rows(y_RH: Tensor, rows_Tk: Tensor, weights_Tk: Tensor | None) -> Tenso
         else:
             total_TH += y_TH * weights_Tk[:, choice, None]
     return total_TH.to(y_RH.dtype)
+
+
+def _weigh_rows(
+    dy_TH: Tensor, y_RH: Tensor, pairs_R: Tensor, rows_Tk: Tensor, weights_Tk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows, w_r dy_t, and of weights, y_r . dy_t."""
+    weights_R = weights_Tk.flatten()[pairs_R]
+    dy_RH = (_gather_rows(dy_TH, pairs_R, rows_Tk) * weights_R[:, None]).to(y_RH.dtype)
+    wide_TH = dy_TH.to(weights_Tk.dtype)
+    dweights = [(y_RH.index_select(0, rows_T) * wide_TH).sum(-1) for rows_T in rows_Tk.unbind(1)]
+    return dy_RH, torch.stack(dweights, dim=1)
+
+
+REFERENCE = RowKernels(_gather_rows, _sum_rows, _weigh_rows)
+"""The plain-torch form."""

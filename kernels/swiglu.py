@@ -6,15 +6,13 @@ value once. Source: Shazeer 2020, "GLU Variants Improve Transformer".
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.overrides import kernel_overrides
+from megalaunch.kernels.overrides import kernel_overrides, uses_triton
 
 
 def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
@@ -28,7 +26,7 @@ def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
     override = kernel_overrides().swiglu
     if override is not None:
         return override(gate, up)
-    if gate.is_cuda and _has_triton():
+    if uses_triton(gate):
         return swiglu_fused(gate, up)
     if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():
         return swiglu_in_place(gate, up, overwrite_up)
@@ -48,11 +46,6 @@ def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_in_place(gate: Tensor, up: Tensor, overwrite_up: bool) -> Tensor:
     """Compute SwiGLU as the reference does; backward overwrites the saved tensors, as new memory is slow on a CPU."""
     return _InPlaceSwiglu.apply(gate, up, overwrite_up)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 class _FusedSwiglu(torch.autograd.Function):

@@ -11,7 +11,7 @@ _BLOCK = 1024  # elements per program
 
 
 @triton.jit
-def _forward(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):  # noqa: ANN001
+def _forward(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -20,7 +20,7 @@ def _forward(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):  # noqa: ANN
 
 
 @triton.jit
-def _backward(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, size, BLOCK: tl.constexpr):  # noqa: ANN001
+def _backward(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     d_out = tl.load(d_out_ptr + at, mask=inside, other=0.0).to(tl.float32)

@@ -31,10 +31,10 @@ def implementations(device: str) -> Iterator[Implementation]:
         )
     yield Implementation("attention with a window or documents", f"{_SDPA} with a mask")
     yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.attention.core")
-    if device == "cuda" and find_spec("triton") is not None:
-        yield Implementation("SwiGLU", f"{_KERNELS}.swiglu_triton")
-    else:
-        yield Implementation("SwiGLU", f"{_KERNELS}.swiglu, in torch")
+    form = "_triton" if device == "cuda" and find_spec("triton") is not None else ", in torch"
+    yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")
+    yield Implementation("permutation of tokens by expert", f"{_KERNELS}.permute{form}")
+    yield Implementation("matmuls of experts", f"{_KERNELS}.grouped_linear: torch's grouped_mm, or a loop over experts")
     if device == "cpu":
         yield Implementation("RMSNorm", f"{_KERNELS}.rms_norm")
         yield Implementation("matmuls in bf16", f"{_KERNELS}.matmul: in fp32 without a bf16 unit, else torch")

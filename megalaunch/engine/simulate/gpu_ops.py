@@ -17,7 +17,7 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
-from megalaunch.kernels.overrides import KernelOverrides
+from megalaunch.kernels.overrides import KernelOverrides, RowKernels
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
@@ -121,7 +121,29 @@ def _grouped_matmul(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     return a.new_empty(offsets_E.shape[0], a.shape[0], b.shape[1])
 
 
+def _gather_rows(x_TH: Tensor, pairs_R: Tensor, rows_Tk: Tensor) -> Tensor:
+    return x_TH.new_empty(pairs_R.shape[0], x_TH.shape[1])
+
+
+def _sum_rows(y_RH: Tensor, rows_Tk: Tensor, weights_Tk: Tensor | None) -> Tensor:
+    return y_RH.new_empty(rows_Tk.shape[0], y_RH.shape[1])
+
+
+def _weigh_rows(
+    dy_TH: Tensor, y_RH: Tensor, pairs_R: Tensor, rows_Tk: Tensor, weights_Tk: Tensor
+) -> tuple[Tensor, Tensor]:
+    dy_TH.contiguous()
+    return torch.empty_like(y_RH), torch.empty_like(weights_Tk)
+
+
 CPU_KERNELS = KernelOverrides(grouped_matmul=_grouped_matmul)
 """The operators of a simulated CPU, for `override_kernels`."""
-GPU_KERNELS = replace(CPU_KERNELS, on_cpu=False, rms_norm=_rms_norm, attention=_attention, swiglu=_swiglu)
+GPU_KERNELS = replace(
+    CPU_KERNELS,
+    on_cpu=False,
+    rms_norm=_rms_norm,
+    attention=_attention,
+    swiglu=_swiglu,
+    row_kernels=RowKernels(_gather_rows, _sum_rows, _weigh_rows),  # kernels/permute_triton.py
+)
 """The operators of a simulated GPU."""
