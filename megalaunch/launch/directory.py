@@ -19,8 +19,8 @@ from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.spec_file import read_spec
 
 _OURS = re.compile(
-    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs"
-    r"|checkpoints|plots|\.[a-z.]+\.unfinished"
+    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|experts\.bin|events\.jsonl|outcome\.json|sample\.txt|lock"
+    r"|logs|checkpoints|plots|\.[a-z.]+\.unfinished"
 )
 
 

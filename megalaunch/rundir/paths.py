@@ -46,6 +46,11 @@ class RunDirectory:
         return self.root / "metrics.jsonl"
 
     @property
+    def expert_load(self) -> Path:
+        """The tokens sent to each expert in each step."""
+        return self.root / "experts.bin"
+
+    @property
     def events(self) -> Path:
         """Events: launches, phases, checkpoints, failures, stops."""
         return self.root / "events.jsonl"

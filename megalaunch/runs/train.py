@@ -143,9 +143,11 @@ def _report(planned: PreparedRun, end: LaunchResult, stop: StopSignals) -> ExitC
 
 def _plot(spec: RunSpec, directory: RunDirectory) -> None:
     from megalaunch.launch.display.plot import plot_run
+    from megalaunch.launch.display.plot_experts import plot_experts
 
     try:
         plot_run(directory, str(spec.run.name))
+        plot_experts(directory, str(spec.run.name))
     except ImportError:
         _echo(["note: no plot: matplotlib is not installed (pip install 'megalaunch[train]')"])
     except OSError as error:

@@ -20,7 +20,7 @@ def moe_layers(model: ModelParts) -> dict[int, MoELayer]:
 
 
 def take_expert_sums(model: ModelParts, device: torch.device) -> Tensor | None:
-    """Return this rank's sums of all layers with experts, fp64 [L, 2 E + 3], and reset them; None for a dense model."""
+    """Return this rank's sums of all layers with experts, fp64 [L, 2 E + 4], and reset them; None for a dense model."""
     config = model.config.moe
     if config is None:
         return None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.train_step import StepResult
 from megalaunch.fs import sync_file, write_file_atomically
 from megalaunch.rundir.events import EventName, record_event
+from megalaunch.rundir.expert_load import append_expert_load, truncate_expert_load
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -101,6 +104,11 @@ class RunLogger:
         }
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
+    def expert_load(self, step: int, layers: Sequence[int], counts_LE: Tensor) -> None:
+        """Append the tokens sent to each expert of these layers in a step."""
+        path = self._directory.expert_load
+        self._write(path, lambda: append_expert_load(path, step, layers, counts_LE.numpy()))
+
     def validation(self, step: int, loss: float) -> None:
         """Append the metrics line of a validation."""
         line = {"step": step, "validation_loss": loss}
@@ -142,6 +150,7 @@ class RunLogger:
                 self.event("metrics_cut", after_step=step, lines=lines, last_step=last)
 
         self._write(self._directory.metrics, cut)
+        self._write(self._directory.expert_load, lambda: truncate_expert_load(self._directory.expert_load, step))
 
     def report_logging_gap(self, step: int) -> None:
         """Log an event if steps up to `step` have no metrics: a power cut can lose lines not yet synced to disk."""
@@ -154,11 +163,11 @@ class RunLogger:
 
     def sync_metrics(self) -> None:
         """Sync the metrics to disk, before a checkpoint of their step is saved. Raises CheckpointError."""
-        try:
-            sync_file(self._directory.metrics)
-        except OSError as error:
-            message = f"{self._directory.metrics} cannot be forced to disk: {error.strerror}"
-            raise CheckpointError(message) from error
+        for path in (self._directory.metrics, self._directory.expert_load):
+            try:
+                sync_file(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be forced to disk: {error.strerror}") from error
 
     def last_saved(self) -> int | None:
         """Return the step of the newest checkpoint in the events; None without one."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.model.moe.load import ExpertStats
+from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.run_end import RankError, RunEnd
@@ -37,7 +37,8 @@ _SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
 class StepResult:
     """Result of one step, the same on every rank; `tokens` counts labels with a loss, `stop` is a received signal.
 
-    `loss` is the decoder's, `mtp_losses` are those of MTP depths. `experts` is the load of the experts; None without.
+    `loss` is the decoder's, `mtp_losses` are those of MTP depths. `experts` summarizes the load of the experts, and
+    `expert_counts` are the tokens sent to each of them [layers, experts], on the CPU; None without.
     """
 
     loss: float
@@ -47,6 +48,7 @@ class StepResult:
     stop: signal.Signals | None
     experts: ExpertStats | None = None
     mtp_losses: tuple[float, ...] = ()
+    expert_counts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,13 @@ class TrainStep:
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
         self._optimizer.step(rate, clip_divisor(stats.grad_norm, self._spec.optimizer.clip_grad))
         broadcast_embedding(self._model, self._mesh)
-        experts = None
+        experts = counts = None
         if stats.expert_sums is not None:
-            update_routers(self._model, stats.expert_sums, self._spec.model.moe)
-            experts = ExpertStats.from_sums(stats.expert_sums)
-        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts, stats.mtp_losses)
+            moe = self._spec.model.moe
+            update_routers(self._model, stats.expert_sums, moe)
+            experts = ExpertStats.from_sums(stats.expert_sums, moe.top_k)
+            counts = expert_counts(stats.expert_sums).cpu()
+        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts, stats.mtp_losses, counts)
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
         """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""

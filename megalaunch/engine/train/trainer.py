@@ -223,6 +223,8 @@ class Trainer:
         self._record.step(
             number, result, self._progress.tokens, seconds, peak_bytes(self._mesh.device), batch.data_time
         )
+        if result.expert_counts is not None:
+            self._record.expert_load(number, self._state.model.config.expert_layers, result.expert_counts)
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
 

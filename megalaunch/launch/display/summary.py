@@ -1,4 +1,4 @@
-"""Summarise a launch: final losses, tokens, speed, paths of checkpoint and plot, and a sample of the model's text."""
+"""Summarise a launch: final losses, tokens, speed, paths of checkpoint and plots, and a sample of the model's text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> lis
     done = outcome.exit_code == ExitCode.DONE
     lines = [f"{spec.run.name}: {outcome.reason}" if done else f"{spec.run.name}: stopped at step {outcome.step}"]
     lines += _metrics_lines(directory)
-    for name, path in (("checkpoint", newest_checkpoint(directory)), ("plot", directory.plots / "loss.png")):
+    plots = (("plot", directory.plots / "loss.png"), ("experts", directory.plots / "experts.png"))
+    for name, path in (("checkpoint", newest_checkpoint(directory)), *plots):
         if path is not None and path.exists():
             lines.append(_line(name, str(path)))
     return lines + _sample_lines(directory)

@@ -160,8 +160,10 @@ def test_a_resumed_run_has_the_same_expert_bias(balanced_run, tmp_path, layout):
         assert first[name].any()
         assert torch.equal(first[name], second[name])
     assert "router.layers.1.previous_load" in first
+    histories = [RunDirectory(root).expert_load.read_bytes() for root in (whole, tmp_path / "run")]
+    assert histories[0] == histories[1]
     found, expected = (steps_of(root) for root in (tmp_path / "run", whole))
     assert [line["step"] for line in found] == list(range(1, 11))
-    for key in ("moe_balance_loss", "moe_load_max", "moe_load_entropy"):
+    for key in ("moe_balance_loss", "moe_load_max", "moe_load_entropy", "moe_router_probability"):
         for line, other in zip(found, expected, strict=True):
             assert line[key] == pytest.approx(other[key], rel=1e-4)

@@ -23,7 +23,7 @@ def warnings(loads: list[list[float]], top_k: int = 1, share: float = 0.75) -> l
     record = SimpleNamespace(event=lambda name, step, layer, share, steps: warned.append((step, layer, share)))
     guard = ExpertCollapseGuard(spec, (1, 3))
     for step, load in enumerate(loads, 1):
-        experts = ExpertStats(0.0, 0.0, load, [0.5] * len(load), [0.0] * len(load))
+        experts = ExpertStats(0.0, 0.0, load, [0.5] * len(load), [0.5] * len(load), [0.0] * len(load))
         guard.update(step, StepResult(2.0, 1.0, 1e-3, 64, None, experts), record)
     return warned
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from megalaunch.engine.model.moe.balancing import RouterLosses
 from megalaunch.engine.torch_private import is_in_backward
 
-_NUMBERS = 3  # dropped pairs, balance loss and z-loss, behind the counts
+_NUMBERS = 4  # router probability, dropped pairs, balance loss and z-loss, behind the counts
 
 
 class ExpertLoad:
-    """Since the last `take`: this rank's tokens by expert, its dropped pairs, and its parts of the router's losses.
+    """Since the last `take`: sums over this rank's tokens, and its parts of the router's losses.
 
     Tokens are counted twice: by the experts that they are sent to, and by those of their best scores. Whether all
     logits were finite is known until the next step records its first microbatch.
@@ -35,18 +35,19 @@ class ExpertLoad:
         counts_BE: Tensor,
         best_BE: Tensor,
         losses: RouterLosses,
+        probability: Tensor,
         dropped: Tensor,
         microbatches: int,
     ) -> None:
         """Add one microbatch; recomputation in the backward pass and evaluation add nothing.
 
-        `counts_BE` are those before any were dropped.
+        `counts_BE` are those before any were dropped, `probability` is the sum of `router_probability`.
         """
         if is_in_backward() or not torch.is_grad_enabled():
             return
         numbers = torch.stack((losses.balance, losses.z)).detach().double() / microbatches
         counts = torch.cat((counts_BE.sum(0), best_BE.sum(0))).double()
-        sums = torch.cat((counts, dropped.double()[None], numbers))
+        sums = torch.cat((counts, torch.stack((probability, dropped)).double(), numbers))
         finite = logits_TE.detach().isfinite().all()
         self._finite = finite if self._sums is None or self._finite is None else self._finite & finite
         self._sums = sums if self._sums is None else self._sums + sums
@@ -60,7 +61,7 @@ class ExpertLoad:
         self._sums = None
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the sums, fp64 [2 E + 3], and start again from 0."""
+        """Return the sums, fp64 [2 E + 4], and start again from 0."""
         sums = self._sums
         self.forget()
         return torch.zeros(num_sums(self._num_experts), dtype=torch.float64, device=device) if sums is None else sums
@@ -83,6 +84,7 @@ class ExpertStats:
         z_loss: The z-loss, likewise.
         load_max: Per layer with experts: tokens of the most loaded expert over the mean.
         load_entropy: Per layer: the entropy of the load over that of an even load, 0 to 1.
+        router_probability: Per layer: the share of a token's scores that its experts have, mean over tokens.
         dropped: Per layer: the share of pairs of a token and an expert that full experts dropped, 0 to 1.
     """
 
@@ -90,36 +92,38 @@ class ExpertStats:
     z_loss: float
     load_max: list[float]
     load_entropy: list[float]
+    router_probability: list[float]
     dropped: list[float]
 
     @classmethod
-    def from_sums(cls, sums_LE: Tensor) -> ExpertStats:
-        """Summarize the layers' sums [L, 2 E + 3] over all ranks."""
+    def from_sums(cls, sums_LE: Tensor, top_k: int) -> ExpertStats:
+        """Summarize the layers' sums [L, 2 E + 4] over all ranks; `top_k`: experts of a token."""
         rows = sums_LE.cpu()
-        counts_LE, dropped_L, losses = expert_counts(rows), rows[:, -_NUMBERS], rows[:, 1 - _NUMBERS :].sum(0)
+        counts_LE, (probability_L, dropped_L, balance_L, z_L) = expert_counts(rows), rows[:, -_NUMBERS:].unbind(1)
         pairs_L = counts_LE.sum(1).clamp(min=1)
         shares_LE = counts_LE / pairs_L[:, None]
         experts = shares_LE.shape[1]
         entropy_L = -torch.xlogy(shares_LE, shares_LE).sum(1) / max(math.log(experts), 1e-9)
         return cls(
-            balance_loss=losses[0].item(),
-            z_loss=losses[1].item(),
+            balance_loss=balance_L.sum().item(),
+            z_loss=z_L.sum().item(),
             load_max=(shares_LE.amax(1) * experts).tolist(),
             load_entropy=entropy_L.tolist(),
+            router_probability=(probability_L / pairs_L * top_k).tolist(),
             dropped=(dropped_L / pairs_L).tolist(),
         )
 
 
 def expert_counts(sums_LE: Tensor) -> Tensor:
-    """Return the tokens that are sent to each expert, [L, E], of the layers' sums [L, 2 E + 3]."""
+    """Return the tokens that are sent to each expert, [L, E], of the layers' sums [L, 2 E + 4]."""
     return sums_LE[:, : (sums_LE.shape[1] - _NUMBERS) // 2]
 
 
 def best_counts(sums_LE: Tensor) -> Tensor:
-    """Return the tokens that have each expert among their best scores, [L, E], of the layers' sums [L, 2 E + 3]."""
+    """Return the tokens that have each expert among their best scores, [L, E], of the layers' sums [L, 2 E + 4]."""
     return sums_LE[:, (sums_LE.shape[1] - _NUMBERS) // 2 : -_NUMBERS]
 
 
 def num_sums(num_experts: int) -> int:
-    """Return the number of a layer's sums, 2 E + 3."""
+    """Return the number of a layer's sums, 2 E + 4."""
     return 2 * num_experts + _NUMBERS

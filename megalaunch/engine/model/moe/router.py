@@ -17,6 +17,7 @@ from megalaunch.engine.model.moe.routing import (
     Routing,
     expert_weights,
     mask_other_groups,
+    router_probability,
     score_experts,
     top_k_stable,
 )
@@ -68,7 +69,8 @@ class Router(nn.Module):
             weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
         routing = limit_to_capacity(config, self.balancing, Routing(expert_ids_Tk, weights_Tk), sequences)
         dropped = routing.count_dropped(config.num_experts)
-        self.load.record(logits_TE, counts_BE, best_BE, losses, dropped, self.balancing.microbatches)
+        probability = router_probability(scores_TE.detach(), expert_ids_Tk).sum()
+        self.load.record(logits_TE, counts_BE, best_BE, losses, probability, dropped, self.balancing.microbatches)
         return routing
 
     def count_best(self, scores_TE: Tensor, chosen_BE: Tensor) -> Tensor:

@@ -74,3 +74,8 @@ def expert_weights(scores_TE: Tensor, expert_ids_Tk: Tensor, *, normalize: bool,
     if normalize:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _EPSILON)
     return weights_Tk if scaling_factor == 1 else weights_Tk * scaling_factor
+
+
+def router_probability(scores_TE: Tensor, expert_ids_Tk: Tensor) -> Tensor:
+    """Return the share of each token's scores that its experts have, [T]: k / E for an undecided router, at most 1."""
+    return scores_TE.gather(1, expert_ids_Tk).sum(-1) / (scores_TE.sum(-1) + _EPSILON)

@@ -10,7 +10,13 @@ from megalaunch.engine.model.config import MLPConfig, MoEConfig
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing, attach_loss, count_tokens, router_losses
 from megalaunch.engine.model.moe.load import ExpertStats
 from megalaunch.engine.model.moe.router import Router
-from megalaunch.engine.model.moe.routing import expert_weights, mask_other_groups, score_experts, top_k_stable
+from megalaunch.engine.model.moe.routing import (
+    expert_weights,
+    mask_other_groups,
+    router_probability,
+    score_experts,
+    top_k_stable,
+)
 
 EXPERTS, TOP_K, SEQUENCES, LENGTH = 5, 2, 3, 4
 CONFIG = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, expert=MLPConfig(width=8), balance_loss_coeff=0.3)
@@ -173,9 +179,16 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_stats_of_a_step():
-    sums = torch.tensor([[4.0] * 8 + [0, 0.5, 0.25], [16, 0, 0, 0] * 2 + [4, 1.0, 0.25]], dtype=torch.float64)
-    stats = ExpertStats.from_sums(sums)
+    sums = torch.tensor([[4.0] * 8 + [6, 0, 0.5, 0.25], [16, 0, 0, 0] * 2 + [2, 4, 1.0, 0.25]], dtype=torch.float64)
+    stats = ExpertStats.from_sums(sums, top_k=2)
     assert (stats.balance_loss, stats.z_loss) == (1.5, 0.5)
     assert stats.load_max == [1.0, 4.0]
+    assert stats.router_probability == [0.75, 0.25]
     assert stats.dropped == [0.0, 0.25]
     assert stats.load_entropy == pytest.approx([1.0, 0.0])
+
+
+def test_router_probability_is_the_share_of_the_chosen_experts():
+    scores = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    shares = router_probability(scores * 2, torch.tensor([[0, 1], [2, 3]]))
+    assert shares.tolist() == pytest.approx([0.8, 0.5])

@@ -110,8 +110,8 @@ def test_outputs_and_gradients_are_those_of_experts_in_a_loop(pad):
     for found, expected in zip(run(layer), run(plain), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     sums = layer.router.load.take(x.device)
-    (share,) = ExpertStats.from_sums(sums[None]).dropped
-    assert share == sums[2 * EXPERTS] / (SEQUENCES * LENGTH * TOP_K) > 0
+    (share,) = ExpertStats.from_sums(sums[None], TOP_K).dropped
+    assert share == sums[2 * EXPERTS + 1] / (SEQUENCES * LENGTH * TOP_K) > 0
 
 
 def test_evaluation_drops_nothing():
