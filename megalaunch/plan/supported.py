@@ -21,7 +21,7 @@ from megalaunch.schema.paths import value_at
 class Limit:
     """A key of which the engine supports only the `supported` values; `meaning` describes the other values.
 
-    Every item of a list must be supported. `idle` is another key and the value of it with which this key has no effect.
+    `idle` is another key and the value of it with which this key has no effect.
     """
 
     path: str
@@ -39,10 +39,9 @@ class Limit:
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
-        value = value_at(spec, self.path)
-        if value in self.supported or (self.idle is not None and value_at(spec, self.idle[0]) == self.idle[1]):
+        if value_at(spec, self.path) in self.supported:
             return True
-        return isinstance(value, tuple) and value != () and all(item in self.supported for item in value)
+        return self.idle is not None and bool(value_at(spec, self.idle[0]) == self.idle[1])
 
 
 LIMITS = (
@@ -57,11 +56,6 @@ LIMITS = (
     Limit("precision.grad_dtype", ("fp32",), "gradients accumulated in bf16"),
     Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
-    Limit(
-        "recompute.modules",
-        ("attention", "norm", "mlp", "activation", "moe", "mla_up"),
-        "recomputation of shared experts alone",
-    ),
     Limit("optimizer.name", ("adamw", "sgd", "lion"), "muon"),
     Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),
     Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps with a large gradient norm"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,7 @@ from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.layers import Norm, Output, SavePolicy
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
+from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
@@ -64,12 +65,23 @@ def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], 
     block = layer.mlp
     if ("mlp" if isinstance(block, MLP) else "moe") in modules:
         block.save_policy = discarding.checkpoint
-    elif "activation" in modules:
+    else:
+        _apply_to_parts(block, modules, discarding)
+    layer.save_policy = discarding.run_layer
+
+
+def _apply_to_parts(
+    block: MLP | MoELayer, modules: Collection[RecomputeModule], discarding: OutputDiscardingCheckpoint
+) -> None:
+    """Checkpoint modules inside of a feed-forward block: activations, shared experts."""
+    recomputed: nn.Module | None = None
+    if "shared_experts" in modules and isinstance(block, MoELayer):
+        block.shared_save_policy, recomputed = discarding.checkpoint, block.shared_experts
+    if "activation" in modules:
         for part in block.modules():
-            if isinstance(part, MLP | Experts):
+            if isinstance(part, MLP | Experts) and part is not recomputed:
                 part.recompute_activation = True
                 part.activation_save_policy = discarding.discard_output
-    layer.save_policy = discarding.run_layer
 
 
 @dataclass(frozen=True)

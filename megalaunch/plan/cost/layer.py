@@ -60,12 +60,12 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Matmul:
-    """[rows, k] x [k, n], `count` times; `part` is the recomputed module that repeats it."""
+    """[rows, k] x [k, n], `count` times; `repeated_by` are the recomputed modules that repeat it."""
 
     rows: float
     k: float
     n: float
-    part: RecomputeModule | None = None
+    repeated_by: tuple[RecomputeModule, ...] = ()
     count: float = 1.0
 
 
@@ -82,7 +82,7 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> L
     for product in _matmuls(model, kind, shape):
         seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
         forward += seconds
-        again += seconds if product.part in shape.recomputed_modules else 0.0
+        again += seconds if any(module in shape.recomputed_modules for module in product.repeated_by) else 0.0
     attention, attention_back = _attention(model, kind, shape, device)
     memory = _memory_bytes(model, kind, shape, device) / device.memory
     again += attention if "attention" in shape.recomputed_modules else 0.0
@@ -105,7 +105,7 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
     if kind.mtp:
         yield Matmul(rows / (tp if shape.sequence_parallel else 1), 2 * hidden, hidden)
     if not kind.experts:
-        yield Matmul(rows, hidden, gate * model.ffn_hidden_size / tp, "mlp")
+        yield Matmul(rows, hidden, gate * model.ffn_hidden_size / tp, ("mlp",))
         # No module: recomputation does not repeat this matmul, it stops when the input is recomputed.
         yield Matmul(rows, model.ffn_hidden_size / tp, hidden)
         return
@@ -113,12 +113,13 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
     experts, width = moe.num_experts or 1, (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp
     local_experts = max(1.0, experts / shape.ep)
     arriving = rows * moe.top_k * shape.etp / tp if shape.sequence_parallel else rows * moe.top_k
-    yield Matmul(arriving / local_experts, hidden, gate * width, "moe", local_experts)
-    yield Matmul(arriving / local_experts, width, hidden, "moe", local_experts)
-    yield Matmul(rows / (tp if shape.sequence_parallel else 1), hidden, experts, "moe")
+    yield Matmul(arriving / local_experts, hidden, gate * width, ("moe",), local_experts)
+    yield Matmul(arriving / local_experts, width, hidden, ("moe",), local_experts)
+    yield Matmul(rows / (tp if shape.sequence_parallel else 1), hidden, experts, ("moe",))
     if moe.shared_ffn_hidden_size:
-        yield Matmul(rows, hidden, gate * moe.shared_ffn_hidden_size / tp, "shared_experts")
-        yield Matmul(rows, moe.shared_ffn_hidden_size / tp, hidden, "shared_experts")
+        shared: tuple[RecomputeModule, ...] = ("moe", "shared_experts")
+        yield Matmul(rows, hidden, gate * moe.shared_ffn_hidden_size / tp, shared)
+        yield Matmul(rows, moe.shared_ffn_hidden_size / tp, hidden, shared if moe.shared_expert_gate else ())
 
 
 def _projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
@@ -138,11 +139,11 @@ def _latent_projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
     query, rank = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.kv_lora_rank or 1
     if mla.q_lora_rank:
         yield Matmul(part, hidden, mla.q_lora_rank)
-        yield Matmul(shape.tokens, mla.q_lora_rank, query, "mla_up")
+        yield Matmul(shape.tokens, mla.q_lora_rank, query, ("mla_up",))
     else:
-        yield Matmul(shape.tokens, hidden, query, "mla_up")
+        yield Matmul(shape.tokens, hidden, query, ("mla_up",))
     yield Matmul(part, hidden, rank + mla.qk_rope_head_dim)
-    yield Matmul(shape.tokens, rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), "mla_up")
+    yield Matmul(shape.tokens, rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), ("mla_up",))
     yield Matmul(shape.tokens, heads * mla.v_head_dim, hidden)
 
 

@@ -46,6 +46,7 @@ class LayerDims:
     ffn_width: float
     expert_ffn_width: float
     shared_ffn_width: float
+    shared_expert_gate: bool
     saved_activation_inputs: int
     activation_gradients: int
     experts_per_token: float
@@ -135,6 +136,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         ffn_width=model.ffn_hidden_size / tp,
         expert_ffn_width=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
         shared_ffn_width=moe.shared_ffn_hidden_size / tp,
+        shared_expert_gate=moe.shared_expert_gate,
         saved_activation_inputs=profile.activation_inputs if gated else 1,
         activation_gradients=profile.activation_gradients if gated else 1,
         experts_per_token=moe.top_k * dtypes.etp,

@@ -172,6 +172,12 @@ EXPERTS = (
         "output of the shared experts' activation",
         lambda d: d.matmul_input_bytes * d.shared_ffn_width,
         "tp",
+        ("moe", "shared_experts", "activation"),
+    ),
+    OpRow(
+        "shared experts' output and its gate",
+        lambda d: d.activation_bytes * (d.hidden_size + 1) if d.shared_expert_gate else 0,
+        "sequence",
         ("moe", "shared_experts"),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from slow_cases import slow_but
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
+from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory import CPU_ENGINE
+from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.saved_activations import rows_with_bytes
 from megalaunch.schema import RunSpec
 from megalaunch.schema.recompute import RecomputeSpec
 
@@ -85,6 +90,27 @@ def test_less_of_experts_is_kept():
     assert full < _kept(spec, granularity="selective", modules=("norm", "moe")) < experts
     assert experts < _kept(spec, granularity="selective", modules=("activation",)) < everything
     assert everything - experts > 0.7 * (everything - full)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_activations_of_shared_experts_are_not_kept(gate):
+    """As many bytes as the rows of the planner say; `moe` discards them, too."""
+    moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40}
+    spec = small_spec(model__moe=moe | {"shared_expert_gate": gate})
+    everything, shared = (
+        _kept(spec, granularity=choice, modules=("shared_experts",)) for choice in ("none", "selective")
+    )
+    recompute = replace(spec.recompute, granularity="selective", modules=("shared_experts",))
+    dtypes = DtypesAndGroups.from_spec(replace(spec, recompute=recompute))
+    layer = Layer(0, experts=True, window=None, mtp=False)
+    rows = rows_with_bytes(spec.model, layer, dtypes, CPU_ENGINE)
+    discarded = sum(size for _, size, again in rows if again)
+    assert everything - shared == spec.model.num_layers * 2 * 16 * discarded
+    with_norm = _kept(spec, granularity="selective", modules=("norm", "shared_experts"))
+    assert with_norm < min(shared, _kept(spec, granularity="selective", modules=("norm",)))
+    activation = _kept(spec, granularity="selective", modules=("activation",))
+    assert _kept(spec, granularity="selective", modules=("activation", "shared_experts")) < min(shared, activation)
+    assert _kept(spec, granularity="selective", modules=("moe",)) < shared
 
 
 def test_queries_keys_and_values_of_latent_attention_are_not_kept():

@@ -62,7 +62,10 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("name", slow_but(list(RECOMPUTED), "ep2", "ep2tp2sp"))
-@pytest.mark.parametrize(("model", "modules"), [("batch", ["norm", "moe"]), ("sequence", ["moe"])])
+@pytest.mark.parametrize(
+    ("model", "modules"),
+    [("batch", ["norm", "moe"]), ("sequence", ["moe"]), ("sequence", ["norm", "activation", "shared_experts"])],
+)
 def test_recomputed_experts_have_the_numbers_of_one_process(model, modules, name):
     """Tokens are dispatched again in the backward pass; loads and losses are counted once."""
     again = {"recompute__granularity": "selective", "recompute__modules": modules}

@@ -36,6 +36,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.dispatcher = dispatcher
         self.save_policy: SavePolicy = save_activations
+        self.shared_save_policy: SavePolicy = save_activations
         self.router = Router(hidden_size, config, balancing)
         self.experts = Experts(config.num_experts, hidden_size, config.expert)
         shared = config.shared_experts
@@ -57,6 +58,10 @@ class MoELayer(nn.Module):
 
     def share(self, x_BsH: Tensor) -> Tensor:
         """Apply the shared experts, [B, s, H] -> [B, s, H], which every token passes."""
+        return self.shared_save_policy(self.shared_feed_forward, x_BsH)
+
+    def shared_feed_forward(self, x_BsH: Tensor) -> Tensor:
+        """Apply the shared experts and their gate, as a function that the save policy may call again."""
         assert self.shared_experts is not None
         shared_BsH: Tensor = self.shared_experts(x_BsH)
         if self.shared_expert_gate is None:
