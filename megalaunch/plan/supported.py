@@ -52,7 +52,7 @@ LIMITS = (
         "overlap of the all-to-all of tokens",
         idle=("parallel.ep", 1),
     ),
-    Limit("precision.compute_dtype", ("auto", "fp32", "bf16"), "fp16 and fp8"),
+    Limit("precision.compute_dtype", ("auto", "fp32", "bf16", "fp16"), "fp8"),
     Limit("precision.grad_dtype", ("fp32",), "gradients accumulated in bf16"),
     Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
@@ -76,7 +76,6 @@ CHIP_LIMIT = Limit(
 MEANINGLESS: Mapping[str, str] = MappingProxyType(
     {
         "precision.fp8.": "precision.compute_dtype",
-        "precision.loss_scale.": "precision.compute_dtype",
     }
 )
 """Keys, or sections, without effect while the engine supports only one value of the key that they map to."""

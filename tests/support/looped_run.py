@@ -26,7 +26,7 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.spec_file import write_spec
 
 # Of a line in metrics.jsonl, what does not depend on the clock or the machine.
-SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss", "loss_scale", "skipped_steps")
 
 
 @dataclass

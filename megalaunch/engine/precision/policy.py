@@ -1,4 +1,4 @@
-"""The dtypes of a step: compute in fp32 or bf16, with fp32 master weights (main params) either way."""
+"""The dtypes of a step: compute in fp32, bf16 or fp16, with fp32 master weights (main params) either way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megalaunch.schema.precision import PrecisionSpec
 
-_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: PrecisionSpec) -> torch.dtype:

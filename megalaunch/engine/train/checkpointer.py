@@ -1,6 +1,7 @@
 """Save and restore a run: its checkpoints, one save at a time and old ones removed, and the training state in them.
 
-The state of a run is its weights, optimizer moments, step and token count; the data order is a function of the step.
+The state of a run is its weights, optimizer moments, step and token count, and in fp16 the loss scale; the data order
+is a function of the step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.expert_load import router_states
 from megalaunch.engine.train.optimizer import Optimizer
+from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.fs import write_file_atomically
@@ -34,14 +36,6 @@ from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
-
-
-@dataclass(frozen=True)
-class TrainProgress:
-    """Steps and tokens of a run so far. Data order is a pure function of the step: the loader has no other state."""
-
-    step: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -258,7 +252,7 @@ def save_run(
         files[TOKENIZER_FILE] = directory.tokenizer
     if directory.origin.is_dir():
         files |= {path.name: path for path in sorted(directory.origin.iterdir())}
-    documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
+    documents = {POSITION: position.to_document()}
     copies, group = (async_context.copies, async_context.group) if async_context else (None, None)
     shapes = _saved_shapes(tensors, spec.model)
     save_checkpoint(target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote)
@@ -270,10 +264,9 @@ def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer:
     tensors = state_tensors(model, optimizer)
     load_checkpoint(checkpoint, tensors, _saved_shapes(tensors, spec))
     document = run_on_rank0(lambda: read_document(checkpoint, POSITION))
-    numbers = [document.get(key) for key in ("step", "tokens")] if isinstance(document, Mapping) else []
-    step, tokens = numbers if len(numbers) == 2 else (None, None)
-    if type(step) is not int or type(tokens) is not int or min(step, tokens) < 0:
-        raise CheckpointError(f"{checkpoint / POSITION}.json holds no step and tokens")
-    position = TrainProgress(step, tokens)
-    optimizer.set_step(position.step)
+    try:
+        position = TrainProgress.from_document(document)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint / POSITION}.json holds {error}") from error
+    optimizer.set_step(position.num_updates)
     return position

@@ -32,6 +32,7 @@ from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.parallel.fsdp import reduce_grads_if_due, reshard, set_grad_sync
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
 from megalaunch.engine.parallel.pipeline_parallel import Pipeline
@@ -67,6 +68,9 @@ class ForwardBackward(Protocol):
 
     def release(self) -> None:
         """Free gathered parameters. Call after a forward pass that no backward pass follows."""
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Multiply the losses of the next steps by `scale` for backward, those of routers too; results are unscaled."""
 
 
 def make_forward_backward(
@@ -144,6 +148,11 @@ class SingleStage:
         """Free the parameters that the forward pass gathered."""
         reshard(self.model)
 
+    def set_loss_scale(self, scale: float) -> None:
+        """Scale the training loss, and the auxiliary losses of routers."""
+        self.loss.scale = scale
+        _scale_router_losses([self.model], scale)
+
 
 @dataclass(frozen=True)
 class PipelineForwardBackward:
@@ -180,6 +189,19 @@ class PipelineForwardBackward:
         """Free the parameters that the forward passes gathered."""
         for part in self.model.parts:
             reshard(part)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Scale the training loss, and the auxiliary losses of routers."""
+        self.loss.scale = scale
+        _scale_router_losses(self.model.parts, scale)
+
+
+def _scale_router_losses(parts: Sequence[Decoder], scale: float) -> None:
+    """Set the loss scale of every router: a tensor, as a compiled layer would be compiled again for another float."""
+    for part in parts:
+        for layer in part.all_layers.values():
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.router.loss_scale = torch.tensor(scale, device=part.device)
 
 
 def _dropout_seeds(model: Decoder, seed: int, samples: Sequence[int]) -> Tensor | None:

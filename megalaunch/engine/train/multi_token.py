@@ -32,15 +32,16 @@ def shift_tokens(
     return torch.stack(tokens, dim=1), torch.stack(labels, dim=1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingLoss:
     """The loss of a step: loss_0 + coeff / D sum_k loss_k; loss_0 is the decoder's, loss_k that of depth k.
 
-    Each is the mean over its own valid tokens of the global batch.
+    Each is the mean over its own valid tokens of the global batch. Their sum is multiplied by `scale` for backward.
     """
 
     token_loss: LinearCrossEntropy
     mtp_coeff: float
+    scale: float = 1.0
 
     @property
     def takes_logits(self) -> bool:
@@ -51,7 +52,7 @@ class TrainingLoss:
         return self.token_loss.takes_logits and not self.token_loss.model.config.mtp_layers
 
     def __call__(self, output: Tensor, labels_BDS: Tensor, total_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return this microbatch's contribution to the loss, and to each of its parts without a gradient, [1 + D].
+        """Return this microbatch's share of the scaled loss, and of each part: unscaled, without gradient, [1 + D].
 
         Args:
             output: Logits [B, S, v], or the head's input of the decoder and of each depth [(1 + D) B, s, H].
@@ -67,7 +68,10 @@ class TrainingLoss:
         ]
         loss = parts[0]
         if not depths:
-            return loss, loss.detach().view(1)
+            return self._scaled(loss), loss.detach().view(1)
         for part in parts[1:]:
             loss = loss + self.mtp_coeff / depths * part
-        return loss, torch.stack([part.detach() for part in parts])
+        return self._scaled(loss), torch.stack([part.detach() for part in parts])
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scale == 1.0 else loss * self.scale

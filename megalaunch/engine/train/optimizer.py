@@ -54,6 +54,10 @@ class Optimizer:
             group.rule.apply(
                 Update(list(trained.values()), gradients, states, learning_rate, group.weight_decay, divisor)
             )
+        self.drop_grads()
+
+    def drop_grads(self) -> None:
+        """Free the gradients: after an update, or in its place if the step is skipped."""
         for parameter in self._parameters.values():
             parameter.grad = None
 

@@ -31,7 +31,12 @@ class StepReduction:
     @property
     def finite(self) -> bool:
         """False when any rank's loss or gradient holds NaN or infinity."""
-        return all(math.isfinite(number) for number in (self.loss, self.grad_norm, *self.mtp_losses))
+        return self.finite_losses and math.isfinite(self.grad_norm)
+
+    @property
+    def finite_losses(self) -> bool:
+        """False when any rank's loss holds NaN or infinity."""
+        return all(math.isfinite(number) for number in (self.loss, *self.mtp_losses))
 
 
 def total_valid_tokens(

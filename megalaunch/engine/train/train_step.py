@@ -2,12 +2,17 @@
 
 Count valid tokens (all-reduce), forward and backward with gradient accumulation, sum partial gradients, reduce loss and
 squared gradient norm (one all-reduce), check that both are finite, update.
+
+In fp16 gradients that are not finite skip the update, on all ranks alike: the norm is that of all ranks. As in
+Megatron-LM a skipped step advances data, tokens and steps, and the routers' loads and biases, which depend on the
+forward pass alone; it does not advance the learning rate schedule and the optimizer's number of updates.
 """
 
 from __future__ import annotations
 
+import math
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -19,6 +24,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
+from megalaunch.engine.precision.loss_scale import UpdateState
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.dataloader import StepBatch
 from megalaunch.engine.train.expert_load import first_non_finite_router, take_expert_sums, update_routers
@@ -39,6 +45,7 @@ class StepResult:
 
     `loss` is the decoder's, `mtp_losses` are those of MTP depths. `experts` summarizes the load of the experts, and
     `expert_counts` are the tokens sent to each of them [layers, experts], on the CPU; None without.
+    `loss_scale` is that of this step in fp16, `skipped` says whether it was skipped, `updates` is for the next step.
     """
 
     loss: float
@@ -49,6 +56,9 @@ class StepResult:
     experts: ExpertStats | None = None
     mtp_losses: tuple[float, ...] = ()
     expert_counts: Tensor | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+    updates: UpdateState = field(default_factory=UpdateState)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class TrainStep:
     """The training step: valid token count, forward and backward, gradient reduction, clipping and update.
 
     `observer` gets the forward and backward passes as the phase "forward"; backward passes report themselves.
+    `updates` is the state that a resumed run goes on with.
     """
 
     def __init__(
@@ -78,9 +89,11 @@ class TrainStep:
         optimizer: Optimizer,
         samples: Dataset,
         observer: StepObserver = NO_OBSERVER,
+        updates: UpdateState | None = None,
     ) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._forward_backward, self._samples, self._observer = forward_backward, samples, observer
+        self._updates = (updates or UpdateState()).with_scale(spec.precision)
 
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
@@ -94,7 +107,8 @@ class TrainStep:
             problem: Error of this rank; ends the run on every rank.
 
         Raises:
-            RunEnd: On every rank, before the update, if any rank has a problem or a loss or the norm is not finite.
+            RunEnd: On every rank, before the update, if any rank has a problem or a loss or the norm is not finite;
+                in fp16 the norm may be, until the loss scale is at its minimum.
         """
         # All tp ranks and pipeline stages read the same samples: one of them contributes counts and losses to the sums.
         is_loss_rank = self._mesh.is_loss_rank
@@ -103,6 +117,9 @@ class TrainStep:
         if is_loss_rank and problem is None:
             mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
         tokens, *mtp_tokens = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
+        updates, limits = self._updates, self._spec.precision.loss_scale
+        if updates.loss_scale is not None:
+            self._forward_backward.set_loss_scale(updates.factor)
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
         # Before the norm, which must be that of the full gradients.
@@ -110,18 +127,40 @@ class TrainStep:
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)
         sums = take_expert_sums(self._model, self._mesh.device)
         stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)
-        if not stats.finite:
+        stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
+        skipped = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
+        if not stats.finite and not skipped:
             self._raise_non_finite(step, batch, losses, stats)
-        rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
-        self._optimizer.step(rate, clip_divisor(stats.grad_norm, self._spec.optimizer.clip_grad))
-        broadcast_embedding(self._model, self._mesh)
+        rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step - updates.skipped_steps)
+        self._update(rate, stats.grad_norm, skipped=skipped)
+        self._updates = updates.after(limits, skipped=skipped)
         experts = counts = None
         if stats.expert_sums is not None:
             moe = self._spec.model.moe
             update_routers(self._model, stats.expert_sums, moe)
             experts = ExpertStats.from_sums(stats.expert_sums, moe.top_k)
             counts = expert_counts(stats.expert_sums).cpu()
-        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop, experts, stats.mtp_losses, counts)
+        return StepResult(
+            stats.loss,
+            stats.grad_norm,
+            rate,
+            tokens,
+            stats.stop,
+            experts,
+            stats.mtp_losses,
+            counts,
+            None if updates.loss_scale is None else updates.factor,
+            skipped,
+            self._updates,
+        )
+
+    def _update(self, rate: float, norm: float, *, skipped: bool) -> None:
+        """Update the parameters with clipped, unscaled gradients; a skipped step drops the gradients."""
+        if skipped:
+            self._optimizer.drop_grads()
+            return
+        self._optimizer.step(rate, clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor)
+        broadcast_embedding(self._model, self._mesh)
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
         """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""
@@ -157,8 +196,9 @@ class TrainStep:
             shown = "; ".join(samples[:_SAMPLES_SHOWN])
             return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of: {shown}{more}"
         # Gradients were summed over ranks before this check, so the rank of origin is lost.
-        size = self._spec.batch.global_batch_size
+        size, scale = self._spec.batch.global_batch_size, self._updates.loss_scale
+        scaled = "" if scale is None else f", with the loss scale at its minimum of {scale.scale:g}"
         return (
             f"the gradient norm of step {step} is {stats.grad_norm} though its loss is {stats.loss:.4g}, "
-            f"in samples {(step - 1) * size} to {step * size - 1}"
+            f"in samples {(step - 1) * size} to {step * size - 1}{scaled}"
         )

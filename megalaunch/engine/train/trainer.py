@@ -25,7 +25,6 @@ from megalaunch.engine.parallel.parallelize import initialize_weights, materiali
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.checkpointer import (
     Checkpointer,
-    TrainProgress,
     restore_run,
     save_tokenizer,
     tokenizer_vocab_size,
@@ -35,6 +34,7 @@ from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.optimizer import Optimizer
+from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
@@ -177,6 +177,7 @@ class Trainer:
             self._state.forward_backward,
             self._state.optimizer,
             self._state.training,
+            updates=self._progress.updates,
         )
         try:
             self._sync_stop_signal()
@@ -217,7 +218,7 @@ class Trainer:
         self._record.heartbeat("step", number)
         batch = batches.get(number, self._last_step)
         result = step.run(number, batch, self._stop.signal, self._problem)
-        self._progress = TrainProgress(number, self._progress.tokens + result.tokens)
+        self._progress = TrainProgress(number, self._progress.tokens + result.tokens, result.updates)
         self._loss, self._stop_signal = result.loss, result.stop
         seconds = time.perf_counter() - started
         self._record.step(
@@ -225,6 +226,8 @@ class Trainer:
         )
         if result.expert_counts is not None:
             self._record.expert_load(number, self._state.model.config.expert_layers, result.expert_counts)
+        if result.skipped:
+            self._record.event("skipped_step", step=number, loss_scale=result.loss_scale)
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
 

@@ -31,6 +31,10 @@ def event_message(event: Record) -> str | None:
             return (
                 f"warning: the gradient norm of step {event.get('step')} is exactly 0: no parameter is updated{after}"
             )
+        case "skipped_step":
+            scale = event.get("loss_scale")
+            at = f" at loss scale {scale:g}" if isinstance(scale, (int, float)) else ""
+            return f"step {event.get('step')} skipped: its gradients overflow fp16{at}"
         case "expert_collapse":
             return _collapsed(event)
         case "stop_requested":

@@ -18,6 +18,7 @@ SAVED_STEP = 2
 _TOKENS = 64  # of a sample, rounded up to what the layout divides
 _V_SCHEDULES = ("zbv", "dualpipev")
 _TIMEOUT = 120.0
+_SMALL_LOSS_SCALE = 2.0**16  # few steps are skipped until it fits: Megatron's 2^32 would skip all
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def _small_schedule(spec: RunSpec) -> dict[str, Any]:
 
 def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> dict[str, Any]:
     """Return what concerns the length of the run, its checkpoints and this machine."""
+    scale = spec.precision.loss_scale
     return {
         "platform.chip": "cpu",
         "train.steps": STEPS,
@@ -102,6 +104,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "train.compile": False,  # would compile for minutes, in every worker
         "train.sample_tokens": min(8, spec.train.sample_tokens),
         "train.sample_prompt": None if spec.train.sample_prompt is None else "the ",
+        "precision.loss_scale.initial": max(scale.minimum, min(_SMALL_LOSS_SCALE, scale.initial)),
         "data.num_samples": STEPS * global_batch_size,
         "data.validation_tokens": global_batch_size * sequence_length + 1,
         "tokenizer.vocab_size": VOCABULARY,

@@ -91,6 +91,7 @@ CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=lion",)),
     Case("dp", 1, (8, 4, 2048), LOSS),
     Case("dp", 1, (4, 4, 2048), LOSS, precision="fp32"),
+    Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,), precision="fp16"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),

@@ -117,20 +117,21 @@ def router_losses(
     return RouterLosses(balance, z, attached=True)
 
 
-def attach_loss(weights_Tk: Tensor, loss: Tensor, scale: float) -> Tensor:
-    """Return the weights; the backward pass adds the gradient of `scale` times the loss."""
-    return apply_function(_AttachLoss, weights_Tk, loss, scale)
+def attach_loss(weights_Tk: Tensor, loss: Tensor, factor: float, loss_scale: Tensor | None = None) -> Tensor:
+    """Return the weights; the backward pass adds the gradient of the loss times `factor` and the loss scale of fp16."""
+    return apply_function(_AttachLoss, weights_Tk, loss, factor, loss_scale)
 
 
 class _AttachLoss(torch.autograd.Function):
-    """y = w. Backward: dw = dy, dloss = scale, whatever the gradient of the training loss."""
+    """y = w. Backward: dw = dy, dloss = factor * loss_scale, whatever the gradient of the training loss."""
 
     @staticmethod
-    def forward(ctx: Any, weights_Tk: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, weights_Tk: Tensor, loss: Tensor, factor: float, loss_scale: Tensor | None) -> Tensor:
+        ctx.factor, ctx.loss_scale = factor, loss_scale
         ctx.dtype, ctx.device = loss.dtype, loss.device
         return weights_Tk.view_as(weights_Tk)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dloss = torch.full((), ctx.factor, dtype=ctx.dtype, device=ctx.device)
+        return gradients[0], dloss if ctx.loss_scale is None else dloss * ctx.loss_scale, None, None

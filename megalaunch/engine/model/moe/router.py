@@ -32,6 +32,7 @@ class Router(nn.Module):
 
     `expert_bias` (moe.balance_bias) is added to the scores for the choice of experts only, and has no gradient.
     `previous_load_E` (balance_loss=global) are the experts' shares of the tokens of the step before.
+    `loss_scale` (fp16) multiplies the gradients of the router's losses.
     """
 
     layout = REPLICATED
@@ -44,6 +45,7 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
         # No buffer: it is no weight of the model, but a state of its training.
         self.previous_load_E = torch.zeros(config.num_experts) if config.balance_loss == "global" else None
+        self.loss_scale: Tensor | None = None
         self.expert_bias: Tensor | None
         self.register_buffer(
             "expert_bias", torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias else None
@@ -66,7 +68,7 @@ class Router(nn.Module):
         best_BE = self.count_best(scores_TE.detach(), counts_BE)
         losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE, self.previous_load_E)
         if losses.attached:
-            weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches)
+            weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches, self.loss_scale)
         routing = limit_to_capacity(config, self.balancing, Routing(expert_ids_Tk, weights_Tk), sequences)
         dropped = routing.count_dropped(config.num_experts)
         probability = router_probability(scores_TE.detach(), expert_ids_Tk).sum()

@@ -1,0 +1,87 @@
+"""Dynamic loss scaling: fp16 has so few exponents that small gradients would be 0 (Micikevicius et al. 2018).
+
+The loss is multiplied by the scale before backward, and the gradients are divided by it in the update. Gradients that
+overflow skip the update. The rules are those of Megatron-LM's `DynamicGradScaler`, with its factors 2 and 1/2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalaunch.schema.precision import LossScaleSpec, PrecisionSpec
+
+_GROWTH, _BACKOFF = 2.0, 0.5
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The scale of the next step, the same on all ranks.
+
+    Attributes:
+        scale: The factor of the loss.
+        good_steps: Steps without overflow since the last overflow or growth.
+        overflows_left: Overflows until the scale falls; at 0 or below every overflow lowers it. Only growth resets it.
+    """
+
+    scale: float
+    good_steps: int
+    overflows_left: int
+
+    @classmethod
+    def initial(cls, precision: PrecisionSpec) -> LossScale | None:
+        """Return the scale of the first step; None for dtypes other than fp16."""
+        spec = precision.loss_scale
+        return cls(spec.initial, 0, spec.hysteresis) if precision.compute_dtype == "fp16" else None
+
+    @classmethod
+    def from_document(cls, document: Any) -> LossScale:
+        """Return the scale in a checkpoint's document. Raises ValueError if it holds none."""
+        match document:
+            case {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left)} if scale > 0:
+                return cls(scale, good_steps, left)
+        raise ValueError("no valid loss scale")
+
+    def is_exhausted(self, spec: LossScaleSpec) -> bool:
+        """Return whether the next overflow should lower the scale, but it is at its minimum."""
+        return self.scale <= spec.minimum and self.overflows_left <= 1
+
+    def after_overflow(self, spec: LossScaleSpec) -> LossScale:
+        """Return the scale after a step whose gradients overflowed."""
+        left = self.overflows_left - 1
+        scale = max(self.scale * _BACKOFF, spec.minimum) if left <= 0 else self.scale
+        return LossScale(scale, 0, left)
+
+    def after_update(self, spec: LossScaleSpec) -> LossScale:
+        """Return the scale after a step without overflow."""
+        if self.good_steps + 1 < spec.window:
+            return replace(self, good_steps=self.good_steps + 1)
+        return LossScale(self.scale * _GROWTH, 0, spec.hysteresis)
+
+
+@dataclass(frozen=True)
+class UpdateState:
+    """What earlier steps leave for the updates of later ones: the number of skipped steps, and the scale of fp16."""
+
+    skipped_steps: int = 0
+    loss_scale: LossScale | None = None
+
+    def with_scale(self, precision: PrecisionSpec) -> UpdateState:
+        """Return this state, with the initial scale if it has none and the precision needs one."""
+        return replace(self, loss_scale=LossScale.initial(precision)) if self.loss_scale is None else self
+
+    @property
+    def factor(self) -> float:
+        """The factor of the loss in the next step."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def may_skip(self, spec: LossScaleSpec) -> bool:
+        """Return whether a step may be skipped if its gradients are not finite: in fp16, until the scale is minimal."""
+        return self.loss_scale is not None and not self.loss_scale.is_exhausted(spec)
+
+    def after(self, spec: LossScaleSpec, *, skipped: bool) -> UpdateState:
+        """Return the state after a step."""
+        scale = self.loss_scale
+        if scale is not None:
+            scale = scale.after_overflow(spec) if skipped else scale.after_update(spec)
+        return UpdateState(self.skipped_steps + skipped, scale)
