@@ -18,6 +18,7 @@ from megalaunch.engine.checkpoint.retention import remove_leftovers, require_nev
 from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.memory import peak_bytes
+from megalaunch.engine.measure.step_profiler import StepProfiler
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
@@ -101,6 +102,7 @@ class Trainer:
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
         self._expert_collapse = ExpertCollapseGuard(state.spec, state.model.config.expert_layers)
+        self._profiler = StepProfiler(state.spec.logging, directory, state.mesh.rank, state.mesh.device)
         self._stop_signal: signal.Signals | None = None  # the same on all ranks
         self._validated_step = 0
         self._validation: float | None = None
@@ -217,7 +219,8 @@ class Trainer:
         number, started = self.step + 1, time.perf_counter()
         self._record.heartbeat("step", number)
         batch = batches.get(number, self._last_step)
-        result = step.run(number, batch, self._stop.signal, self._problem)
+        with self._profiler.record(number):
+            result = step.run(number, batch, self._stop.signal, self._problem)
         self._progress = TrainProgress(number, self._progress.tokens + result.tokens, result.updates)
         self._loss, self._stop_signal = result.loss, result.stop
         seconds = time.perf_counter() - started
@@ -230,6 +233,16 @@ class Trainer:
             self._record.event("skipped_step", step=number, loss_scale=result.loss_scale)
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
+        self._write_profile(number)
+
+    def _write_profile(self, step: int) -> None:
+        try:
+            written = self._profiler.write_after(step, self._last_step)
+        except OSError as error:  # training goes on without it
+            self._record.event("note", message=f"the profile could not be written: {error}")
+        else:
+            if written is not None:
+                self._record.event("note", message=f"profile: {written}")
 
     def _validate_if_due(self) -> None:
         """Validate if due and not yet in the metrics: a resumed run repeats a validation that a stop interrupted."""

@@ -113,6 +113,8 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "checkpoint.keep_every": 0,
         "checkpoint.load_pretrained": None,
         "logging.log_interval": 1,
+        "logging.profile": None,
+        "logging.profile_ranks": (0,),
         "launcher.max_restarts": 0,
         "launcher.hang_timeout": min(_TIMEOUT, spec.launcher.hang_timeout),
         "launcher.step_timeout": None,

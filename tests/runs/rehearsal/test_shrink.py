@@ -45,6 +45,7 @@ SIZES = {
     *("tokenizer.vocab_size", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"),
     "precision.loss_scale.initial",
     *("checkpoint.load_pretrained", "logging.log_interval", "launcher.max_restarts", "launcher.hang_timeout"),
+    *("logging.profile", "logging.profile_ranks"),
     *("launcher.step_timeout", "launcher.start_timeout"),
 }
 """Lengths, counts and limits: all that a rehearsal may change. What switches a feature is not among them."""

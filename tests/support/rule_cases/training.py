@@ -66,6 +66,16 @@ OPTIMIZER = {
     "train.deterministic_idle": Case("train.deterministic=true", "train.deterministic=true platform=h100"),
     "train.sample_idle": Case("train.sample_prompt=null", "train.sample_prompt=a"),
 }
+PROFILING = {
+    "logging.profile_idle": Case(
+        "logging.profile_ranks=[0,1]", "logging.profile=steps:2 parallel=dp2 logging.profile_ranks=[0,1]"
+    ),
+    "logging.profile": Case("logging.profile=steps:3-2", "logging.profile=steps:2-3"),
+    "logging.profile_ranks": Case(
+        "logging.profile=steps:2 logging.profile_ranks=[2] parallel=dp2",
+        "logging.profile=steps:2 logging.profile_ranks=[1] parallel=dp2",
+    ),
+}
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
     "precision.residual_idle": Case(
@@ -216,4 +226,4 @@ COMPILE = {
         (*TINY, "platform=h100", "cluster.devices_per_node=2", "recompute.cpu_offloading_num_layers=1"),
     ),
 }
-CASES = {**COMPILE, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
+CASES = {**COMPILE, **PROFILING, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
