@@ -56,7 +56,6 @@ LIMITS = (
     Limit("precision.grad_dtype", ("fp32",), "gradients accumulated in bf16"),
     Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
-    Limit("optimizer.name", ("adamw", "sgd", "lion"), "muon"),
     Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),
     Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps with a large gradient norm"),
     Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),

@@ -21,7 +21,16 @@ class OptimizerSpec:
     beta2: float = setting(0.95, "Decay rate of the second moment.", minimum=0)
     epsilon: float = setting(1e-8, "Added to the square root of the second moment.", minimum=0)
     momentum: float = setting(0.95, "Momentum of sgd and muon.", minimum=0)
-    nesterov: bool = setting(False, "Use Nesterov momentum in sgd.")
+    nesterov: bool = setting(False, "Use Nesterov momentum in sgd and muon.")
+    muon_num_ns_steps: int = setting(5, "Newton-Schulz iterations that orthogonalize a matrix.", minimum=1, maximum=99)
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = setting(
+        "spectral",
+        "Scale of muon's lr for a matrix: spectral sqrt(max(out, in)); shape_scaling sqrt(max(1, out / in)); "
+        "unit_rms_norm sqrt(out / in).",
+    )
+    muon_extra_scale_factor: float = setting(
+        0.2, "Factor of that scale; 0.2 with spectral: updates as large as AdamW's (Moonlight).", minimum=0
+    )
     weight_decay: float = setting(0.1, "Coefficient of the decoupled weight decay of matrices.", minimum=0)
     clip_grad: float = setting(1.0, "Clip gradients to this global norm; 0: no clipping.", minimum=0)
     skip_step_grad_norm: float | None = setting(

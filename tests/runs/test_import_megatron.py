@@ -185,6 +185,8 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--lr-warmup-fraction 0.2", "schedule.warmup_steps", 2),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 3", "schedule.wsd_decay_shape", "exponential"),
         ("--optimizer muon --muon-momentum 0.8", "optimizer.momentum", 0.8),
+        ("--optimizer muon --muon-extra-scale-factor 0.3", "optimizer.muon_extra_scale_factor", 0.3),
+        ("--optimizer muon", "optimizer.nesterov", False),
         ("--optimizer-cpu-offload", "optimizer.optimizer_offload_fraction", 1.0),
         ("--data-path 0.7 /a 0.3 /b", "data.blend", ("0.7 /a", "0.3 /b")),
         ("--data-path /a", "data.split", "969,30,1"),

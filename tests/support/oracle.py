@@ -187,7 +187,7 @@ class _NotingOptimizer(Optimizer):
     """Keeps what the first update is made of: the whole gradients, summed over all ranks and not yet clipped."""
 
     def __init__(self, model: ModelParts, spec: RunSpec) -> None:
-        super().__init__(model, spec.optimizer)
+        super().__init__(model, spec.optimizer, spec.precision)
         self._model, self._spec = model, spec
         self.gradients: dict[str, torch.Tensor] = {}
 

@@ -37,6 +37,33 @@ class DecoupledSGD(torch.optim.SGD):
         super().step()
 
 
+class PlainMuon(torch.optim.AdamW):
+    """Muon with Nesterov momentum and Moonlight's scale, in fp32; AdamW for the groups without `muon`."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter."""
+        for group in [group for group in self.param_groups if group.get("muon")]:
+            for weight in group["params"]:
+                buffer = self.state.setdefault(weight, {"m": torch.zeros_like(weight)})["m"]
+                buffer.mul_(group["momentum"]).add_(weight.grad)
+                direction = weight.grad + group["momentum"] * buffer
+                scale = group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5
+                weight *= 1 - group["lr"] * group["weight_decay"]
+                weight -= scale * _newton_schulz(direction)
+                weight.grad = None  # AdamW skips it
+        super().step()
+
+
+def _newton_schulz(stack: torch.Tensor) -> torch.Tensor:
+    """Five iterations of the polynomial of Jordan et al. on each matrix of a stack."""
+    x = stack / stack.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        inner = x @ x.mT
+        x = 3.4445 * x - 4.7750 * inner @ x + 2.0315 * inner @ inner @ x
+    return x
+
+
 def plain_optimizer(spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of a spec over whole parameters."""
     matrices = [p for p in named.values() if p.ndim > 1]
@@ -48,4 +75,11 @@ def plain_optimizer(spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> t
     betas = (spec.beta1, spec.beta2)
     if spec.name == "lion":
         return PlainLion(groups, {"lr": spec.lr, "betas": betas})
+    if spec.name == "muon":
+        others = [p for name, p in named.items() if any(part in name for part in ("embedding", "head", "router"))]
+        hidden = [p for p in matrices if not any(p is other for other in others)]
+        muon = {"params": hidden, "muon": True, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
+        tables = [p for p in matrices if any(p is other for other in others)]
+        groups = [muon, {"params": tables, "weight_decay": spec.weight_decay}, groups[1]]
+        return PlainMuon(groups, lr=spec.lr, betas=betas, eps=spec.epsilon, foreach=False)
     return torch.optim.AdamW(groups, lr=spec.lr, betas=betas, eps=spec.epsilon, foreach=False)

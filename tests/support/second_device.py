@@ -105,7 +105,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
 def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
     """A whole training step: forward, backward, sums over ranks, clipping, update."""
     with _laid_out_on(device, spec, rank) as (mesh, model):
-        step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer), NO_OBSERVER)
+        step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer, spec.precision), NO_OBSERVER)
         batch = make_batch(spec, mesh, mesh.topology.microbatches)
         moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
         step.run(1, replace(batch, microbatches=moved), None)

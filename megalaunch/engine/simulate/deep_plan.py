@@ -113,7 +113,7 @@ def _steps(
         world.enter_context(mode)
     world.enter_context(memory.tracking())
     materialize(model, mesh)
-    optimizer = Optimizer(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.precision.policy import compute_dtype
+from megalaunch.engine.train.muon import Muon
 from megalaunch.engine.train.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.schema.optimizer import OptimizerSpec
+from megalaunch.schema.precision import PrecisionSpec
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,10 @@ class Optimizer:
     Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts.
     """
 
-    def __init__(self, model: ModelParts, spec: OptimizerSpec) -> None:
+    def __init__(self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec) -> None:
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
-        self._groups = list(_groups(self._parameters, spec))
+        self._groups = list(_groups(self._parameters, spec, precision))
         self._rules = {name: group.rule for group in self._groups for name in group.names}
 
     @property
@@ -86,16 +89,30 @@ class Optimizer:
         return self._states[name]
 
 
-def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec) -> Iterator[_Group]:
-    """Yield the groups of parameters: those with weight decay, and those without."""
+def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, precision: PrecisionSpec) -> Iterator[_Group]:
+    """Yield the groups of parameters: those with weight decay, and those without.
+
+    Under muon the matrices of the blocks are a group of their own; embedding, head, routers and vectors have AdamW.
+    """
     rule = _elementwise_rule(spec)
     decayed = [name for name, p in parameters.items() if p.ndim >= 2 and not name.endswith(".bias")]
+    undecayed = [name for name in parameters if name not in set(decayed)]
+    if spec.name == "muon":
+        dtype = torch.float32 if compute_dtype(precision) == torch.float32 else torch.bfloat16
+        hidden = [name for name in decayed if _is_hidden_matrix(name)]
+        yield _Group(hidden, Muon(spec, dtype), spec.weight_decay)
+        decayed = [name for name in decayed if name not in set(hidden)]
     yield _Group(decayed, rule, spec.weight_decay)
-    yield _Group([name for name in parameters if name not in set(decayed)], rule, 0.0)
+    yield _Group(undecayed, rule, 0.0)
 
 
 def _elementwise_rule(spec: OptimizerSpec) -> UpdateRule:
-    """Return the rule of an optimizer that updates every parameter alike."""
+    """Return the rule of the parameters that are updated elementwise: all but those of Muon itself."""
     if spec.name == "sgd":
         return SGD(spec)
     return Lion(spec) if spec.name == "lion" else AdamW(spec)
+
+
+def _is_hidden_matrix(name: str) -> bool:
+    """Return whether a matrix maps hidden states: not embedding, positions, head, router or gate of shared experts."""
+    return not name.startswith(("embedding.", "head.")) and not {"router", "shared_expert_gate"} & set(name.split("."))

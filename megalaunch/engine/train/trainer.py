@@ -73,7 +73,7 @@ def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
         mesh,
         model,
         make_forward_backward(spec, mesh, model),
-        Optimizer(model, spec.optimizer),
+        Optimizer(model, spec.optimizer, spec.precision),
         training,
         validation,
     )

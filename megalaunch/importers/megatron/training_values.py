@@ -215,6 +215,7 @@ def _optimizer(given: Arguments, values: Values) -> None:
             values["optimizer.momentum"] = given.number(flag, default)
         else:
             given.mark_ignored(flag, f"the optimizer is not {optimizer}")
+    _muon(given, values)
     for key, flag, default in (("beta1", "lion-beta1", 0.95), ("beta2", "lion-beta2", 0.98)):
         if values.get("optimizer.name") == "lion":
             values[f"optimizer.{key}"] = given.number(flag, default)
@@ -224,6 +225,18 @@ def _optimizer(given: Arguments, values: Values) -> None:
         values["optimizer.optimizer_offload_fraction"] = given.number("optimizer-offload-fraction", 1.0)
     else:
         given.mark_ignored("optimizer-offload-fraction", "has no effect without --optimizer-cpu-offload")
+
+
+def _muon(given: Arguments, values: Values) -> None:
+    """Convert the settings of muon; defaults are Megatron-LM's."""
+    if values.get("optimizer.name") != "muon":
+        for flag in ("muon-use-nesterov", "muon-num-ns-steps", "muon-scale-mode", "muon-extra-scale-factor"):
+            given.mark_ignored(flag, "the optimizer is not muon")
+        return
+    values["optimizer.nesterov"] = given.has("muon-use-nesterov")
+    values["optimizer.muon_num_ns_steps"] = given.integer("muon-num-ns-steps", 5)
+    values["optimizer.muon_scale_mode"] = given.value("muon-scale-mode") or "spectral"
+    values["optimizer.muon_extra_scale_factor"] = given.number("muon-extra-scale-factor", 1.0)
 
 
 def _data(given: Arguments, values: Values) -> None:

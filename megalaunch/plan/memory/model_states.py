@@ -59,24 +59,37 @@ def model_states(
     shards = 1 if replicated else topology.dp_shard * topology.cp
     expert_shards = 1 if replicated else max(1, topology.edp // spec.parallel.dp_replicate)
     sharded_params = params.dense / shards + params.experts / expert_shards
-    updated_params = sharded_params - params.copies / shards  # those with optimizer states
+    updated_root = (params.root - params.copies) / shards
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
-    moment_bytes = states_per_parameter(spec.optimizer) * _BYTES[spec.precision.exp_avg_dtype] * on_device
+    moment_bytes = _BYTES[spec.precision.exp_avg_dtype] * on_device
+    layer_bytes = states_per_parameter(spec.optimizer) * moment_bytes
+    root_bytes = root_states_per_parameter(spec.optimizer) * moment_bytes
+    root_extra = (root_bytes - layer_bytes) * updated_root
     if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_main_params(spec):
-        return _single_rank(spec, params, topology, moment_bytes, in_flight)
+        optimizer = layer_bytes * (params.dense + params.experts - params.copies) + root_extra
+        return _single_rank(spec, params, topology, optimizer, in_flight)
     if profile.sharded_main_params:
-        optimizer = moment_bytes * updated_params
+        optimizer = layer_bytes * (sharded_params - params.copies / shards) + root_extra
         return _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
     if not _computes_with_main_params(spec):
-        moment_bytes += main_param_bytes(spec) * on_device
-    return _distributed_optimizer(spec, params, sharded_params, moment_bytes, profile)
+        layer_bytes += main_param_bytes(spec) * on_device
+    optimizer = layer_bytes * sharded_params + root_extra
+    return _distributed_optimizer(spec, params, sharded_params, optimizer, profile)
 
 
 def states_per_parameter(optimizer: OptimizerSpec) -> int:
-    """Return the optimizer states of a parameter: AdamW's two moments, or one moment or momentum."""
+    """Return the optimizer states of a parameter of a layer: AdamW's two moments, or one moment or momentum.
+
+    Those of embedding and head are `root_states_per_parameter`.
+    """
     if optimizer.name == "sgd" and optimizer.momentum == 0:
         return 0
     return 2 if optimizer.name == "adamw" else 1
+
+
+def root_states_per_parameter(optimizer: OptimizerSpec) -> int:
+    """Return the optimizer states of a parameter of embedding or head, which muon leaves to AdamW."""
+    return 2 if optimizer.name == "muon" else states_per_parameter(optimizer)
 
 
 def main_param_bytes(spec: RunSpec) -> int:
@@ -226,7 +239,7 @@ def _grad_reduce_buffer(source: int, per_param: _ParamBytes, shards: int, copies
 
 
 def _single_rank(
-    spec: RunSpec, params: DeviceParams, topology: Topology, moment_bytes: float, in_flight: int
+    spec: RunSpec, params: DeviceParams, topology: Topology, optimizer: float, in_flight: int
 ) -> ModelStates:
     """One data-parallel rank that computes with the main parameters; gradients are not copied."""
     all_params, accumulates = params.dense + params.experts, topology.microbatches > 1
@@ -236,7 +249,7 @@ def _single_rank(
     earlier_grads = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
     grads_in_forward = all_grads if earlier_grads else 0.0
     return ModelStates(
-        optimizer=moment_bytes * (all_params - params.copies),
+        optimizer=optimizer,
         loss=MemoryPhase(weights, grads_in_forward),
         layer=MemoryPhase(weights, grads_in_forward, 0.0 if earlier_grads else gradient * params.head),
         grad_reduce=0.0 if earlier_grads else gradient * params.layer,
@@ -265,4 +278,4 @@ def _distributed_optimizer(
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, grads = compute_bytes * sharded_params, sharded_params
     phase = MemoryPhase(weights, _BYTES[spec.precision.grad_dtype] * grads)
-    return ModelStates(optimizer * sharded_params, phase, phase, 0.0, None, None, phase)
+    return ModelStates(optimizer, phase, phase, 0.0, None, None, phase)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megalaunch.plan.memory.model_states import main_param_bytes, states_per_parameter
+from megalaunch.plan.memory.model_states import main_param_bytes, root_states_per_parameter, states_per_parameter
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.rules.memory import peak_memory, smaller
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
@@ -73,8 +73,10 @@ def _checkpoint_bytes(at: RuleContext) -> int | None:
     if None in (spec.model.head_dim, spec.model.num_query_groups, spec.model.vocab_size):
         return None
     moment = 2 if spec.precision.exp_avg_dtype == "bf16" else 4
-    states = states_per_parameter(spec.optimizer)
-    return count_parameters(spec.model).total * (main_param_bytes(spec) + states * moment)
+    count = count_parameters(spec.model)
+    root, states = count.embedding + count.positions + count.head, states_per_parameter(spec.optimizer)
+    values = states * (count.total - root) + root_states_per_parameter(spec.optimizer) * root
+    return count.total * main_param_bytes(spec) + values * moment
 
 
 def _max_checkpoints(at: RuleContext) -> int:

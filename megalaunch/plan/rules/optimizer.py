@@ -165,20 +165,6 @@ def scaled_loss(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("optimizer.muon_gathers_params", "With muon parameters are not sharded.")
-def muon_gathers_params(at: RuleContext) -> Iterator[Violation]:
-    """It orthogonalises each matrix: with optim_grads_params every update all-gathers all of them once more."""
-    p = at.spec.parallel
-    if at.spec.optimizer.name == "muon" and p.data_sharding == "optim_grads_params" and (at.dp or 1) > 1:
-        yield Violation(
-            "parallel.data_sharding",
-            f"muon all-gathers every matrix again for its update: parameters are sharded over dp {at.dp}",
-            {"dp": at.dp},
-            ({"parallel.data_sharding": "optim"}, {"parallel.data_sharding": "optim_grads"}),
-            severity="warning",
-        )
-
-
 def _offloads_from_a_device(spec: RunSpec) -> bool:
     chip = CHIPS.get(spec.platform.chip)
     return chip is None or chip.device != "cpu"
@@ -204,6 +190,18 @@ register_inert(
         "optimizer.name",
         lambda spec: spec.optimizer.name in ("sgd", "muon"),
         "the optimizer is neither sgd nor muon (its moments: optimizer.beta1)",
+    )
+)
+register_inert(
+    InertSetting(
+        "optimizer.muon_idle",
+        "The muon settings are set only for muon.",
+        "The other optimizers do not orthogonalize.",
+        ("optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor"),
+        "optimizer.name",
+        lambda spec: spec.optimizer.name == "muon",
+        "the optimizer is not muon",
+        ({"optimizer.name": "muon"},),
     )
 )
 register_inert(

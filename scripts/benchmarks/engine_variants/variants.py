@@ -59,7 +59,7 @@ def ours(work: Work, **parallel: object) -> OneStep:
     spec = work.spec(**parallel)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
-    optimizer = Optimizer(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, _Unread())
     inputs, labels = work.batch(mesh.dp_rank)
     batch = StepBatch((range(work.samples),), (MicroBatch(inputs, labels),), labels.numel())

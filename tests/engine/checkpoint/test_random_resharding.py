@@ -59,7 +59,7 @@ class Run:
             materialize(self.model, self.mesh)
         else:
             self.model = build_sharded_model(spec, self.mesh)
-        self.optimizer = Optimizer(self.model, spec.optimizer)
+        self.optimizer = Optimizer(self.model, spec.optimizer, spec.precision)
         self.forward_backward: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)
         self.batches = PrefetchingDataLoader(
@@ -171,7 +171,7 @@ def test_experts_go_on_under_another_layout(tmp_path, first, second, beside):
     assert_close(joined(ranks_of(second), loaded, spec_of(second, **EXPERTS), checkpoint), expected)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion"])
+@pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
 def test_other_optimizers_go_on_under_another_layout(tmp_path, name):
     made = {"model__num_layers": 2, "optimizer__name": name}
     expected = joined(2, saved_and_gone_on, spec_of({**ONE, "parallel__tp": 2}, **made), tmp_path, True)

@@ -32,7 +32,7 @@ def _on_gloo(spec: RunSpec) -> Rows:
     model = parallelize_decoder(spec, mesh, moment)
     materialize(model, mesh)
     initialize_weights(model, mesh, spec.train.seed)
-    step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer), moment)
+    step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer, spec.precision), moment)
     for number in (1, 2):
         ledger.clear()
         with ledger, moment.phase_scope("optimizer"):

@@ -89,6 +89,7 @@ class Case:
 CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END),
     Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=lion",)),
+    Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=muon",)),
     Case("dp", 1, (8, 4, 2048), LOSS),
     Case("dp", 1, (4, 4, 2048), LOSS, precision="fp32"),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,), precision="fp16"),

@@ -6,6 +6,7 @@ import torch
 from megalaunch.engine.train.grads import clip_divisor, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.schema.optimizer import OptimizerSpec
+from megalaunch.schema.precision import PrecisionSpec
 
 
 def parameter(*gradient: float) -> torch.nn.Parameter:
@@ -20,7 +21,7 @@ def test_limits(limit, expected):
     model = torch.nn.Module()
     model.taking, model.idle = parameter(3, 4), torch.nn.Parameter(torch.zeros(1))
     assert local_grad_norm_sq(model.parameters()).item() == 25
-    optimizer = Optimizer(model, OptimizerSpec(beta1=0.5))
+    optimizer = Optimizer(model, OptimizerSpec(beta1=0.5), PrecisionSpec(compute_dtype="fp32"))
     optimizer.step(1e-3, clip_divisor(5.0, limit))
     assert (2 * optimizer.states()["optimizer.exp_avg.taking"]).tolist() == pytest.approx(expected, rel=1e-6)
     model.taking.grad = torch.zeros(2)  # the next step's is not clipped because the last one's was

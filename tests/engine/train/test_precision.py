@@ -40,7 +40,7 @@ class Reduced(TorchDispatchMode):
 def _formats(spec: RunSpec) -> dict[str, set[str]]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
-    optimizer = Optimizer(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
     batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
     batch = batches.get(1, last=1)
     batches.close()

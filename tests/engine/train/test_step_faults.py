@@ -45,7 +45,12 @@ def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[st
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     step = TrainStep(
-        spec, mesh, model, make_forward_backward(spec, mesh, model), Optimizer(model, spec.optimizer), samples
+        spec,
+        mesh,
+        model,
+        make_forward_backward(spec, mesh, model),
+        Optimizer(model, spec.optimizer, spec.precision),
+        samples,
     )
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
@@ -141,7 +146,12 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     step = TrainStep(
-        spec, mesh, model, make_forward_backward(spec, mesh, model), Optimizer(model, spec.optimizer), samples
+        spec,
+        mesh,
+        model,
+        make_forward_backward(spec, mesh, model),
+        Optimizer(model, spec.optimizer, spec.precision),
+        samples,
     )
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)

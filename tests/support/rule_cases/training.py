@@ -51,13 +51,13 @@ OPTIMIZER = {
         "precision.exp_avg_dtype=bf16 optimizer.name=lion", "precision.exp_avg_dtype=bf16"
     ),
     "optimizer.scaled_loss": Case("optimizer.name=lion", "optimizer.name=sgd", (*TINY, *FP16)),
-    "optimizer.muon_gathers_params": Case("optimizer.name=muon parallel=zero3", "optimizer.name=muon parallel=zero2"),
     "optimizer.offload_idle": Case(
         "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0"
     ),
     "optimizer.momentum_idle": Case(
         "optimizer.momentum=0.9 optimizer.nesterov=true", "optimizer.momentum=0.9 optimizer.name=muon"
     ),
+    "optimizer.muon_idle": Case("optimizer.muon_num_ns_steps=6", "optimizer.muon_num_ns_steps=6 optimizer.name=muon"),
     "optimizer.betas_idle": Case("optimizer.name=sgd optimizer.beta2=0.9", "optimizer.name=lion optimizer.beta2=0.9"),
     "train.sample_fits": Case("train.sample_tokens=1024", "train.sample_tokens=1023"),
     "train.sample_needs_tokenizer": Case(
