@@ -76,7 +76,7 @@ def build_report(
         ],
         "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
         "engine": [
-            {"key": limit.path, "runs": list(limit.supported), "meaning": limit.others}
+            {"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning}
             for limit in (*LIMITS, CHIP_LIMIT)
         ],
     }

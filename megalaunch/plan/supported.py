@@ -19,39 +19,19 @@ from megalaunch.schema.paths import value_at
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of which the engine supports only the `supported` values; `meaning` describes the other values.
-
-    `idle` is another key and the value of it with which this key has no effect.
-    """
+    """A key of which the engine supports only the `supported` values; `meaning` describes the other values."""
 
     path: str
     supported: tuple[Any, ...]
     meaning: str
-    idle: tuple[str, Any] | None = None
-
-    @property
-    def others(self) -> str:
-        """A description of the other values, and when they have no effect: for tables and messages."""
-        if self.idle is None:
-            return self.meaning
-        key, value = self.idle
-        return f"{self.meaning}; no limit if {key} is {value}"
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
-        if value_at(spec, self.path) in self.supported:
-            return True
-        return self.idle is not None and bool(value_at(spec, self.idle[0]) == self.idle[1])
+        return value_at(spec, self.path) in self.supported
 
 
 LIMITS = (
     Limit("parallel.moe_token_dispatcher_type", ("alltoall", "allgather"), "DeepEP"),
-    Limit(
-        "parallel.overlap_moe_expert_parallel_comm",
-        (False,),
-        "overlap of the all-to-all of tokens",
-        idle=("parallel.ep", 1),
-    ),
     Limit("precision.compute_dtype", ("auto", "fp32", "bf16", "fp16"), "fp8"),
     Limit("precision.grad_dtype", ("fp32",), "gradients accumulated in bf16"),
     Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),

@@ -73,5 +73,6 @@ class ParallelSpec:
         "Planner only: assume that send/recv of stages overlaps with compute (interleaved). A run always overlaps it.",
     )
     overlap_moe_expert_parallel_comm: bool = setting(
-        False, "Overlap the expert all-to-all with the compute of another microbatch."
+        False,
+        "In layers with experts compute a microbatch in two halves; the all-to-all of one overlaps with the other.",
     )

@@ -111,7 +111,7 @@ def _runs(key: Key, limit: Limit | None) -> str:
         return "all"
     if limit.path != key.path:
         return f"none: goes with `{limit.path}` ({limit.meaning})"
-    return f"{_values(limit.supported)}; not: {limit.others}"
+    return f"{_values(limit.supported)}; not: {limit.meaning}"
 
 
 def _values(values: Sequence[Any]) -> str:

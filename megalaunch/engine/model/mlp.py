@@ -92,10 +92,15 @@ class MLP(nn.Module):
 
     def feed_forward(self, x_BSH: Tensor) -> Tensor:
         """Apply the block, as a function that the save policy may call again."""
+        return self.project_down(self.activate(x_BSH))
+
+    def activate(self, x_BSH: Tensor) -> Tensor:
+        """Apply the first half of the block: all before the down projection."""
         entries, _ = self.projection_groups
-        activated = self.activation_save_policy(
-            self.activation, *self.tp_region.column_parallel_linear(x_BSH, *entries)
-        )
+        return self.activation_save_policy(self.activation, *self.tp_region.column_parallel_linear(x_BSH, *entries))
+
+    def project_down(self, activated: Tensor) -> Tensor:
+        """Apply the second half of the block."""
         return self.tp_region.row_parallel_linear(activated, self.down_proj)
 
     def activation(self, *entered: Tensor) -> Tensor:

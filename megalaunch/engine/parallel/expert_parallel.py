@@ -23,11 +23,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalaunch.engine.autograd import apply_function
-from megalaunch.engine.collectives import all_gather_async, all_to_all_async, all_to_all_v_async, reduce_scatter_async
+from megalaunch.engine.collectives import (
+    AsyncCollective,
+    all_gather_async,
+    all_to_all_async,
+    all_to_all_v_async,
+    reduce_scatter_async,
+)
 from megalaunch.engine.dtensor import shard_expert_param
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.moe.dispatcher import Dispatched, SortedRows
+from megalaunch.engine.model.moe.dispatcher import Dispatched, Exchange, SortedRows
 from megalaunch.engine.model.moe.routing import Routing
+from megalaunch.engine.parallel.overlapped_collective import OverlappedCollective
 from megalaunch.engine.param_layout import get_param_layout
 from megalaunch.kernels.permute import keep_rows, permute, sort_by_expert, unpermute
 
@@ -80,8 +87,9 @@ class AllToAllDispatcher:
 
     blocks: ExpertBlocks
     row_counts: RowCounts = read_row_counts
+    parts: int = 1
 
-    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Exchange[Dispatched]:
         """Exchange row counts, then rows; sort the received ones, which come in the order of ranks, by expert.
 
         Padded rows are as many on every rank, so that there are no counts to exchange or to read on the host.
@@ -97,23 +105,33 @@ class AllToAllDispatcher:
             totals = torch.stack([sent_NL.sum(1), received_NL.sum(1)])
             sent, received = self.row_counts(totals, routing.expert_ids_Tk.numel() * blocks.etp)
             rows = rows.keep(sum(sent[:: blocks.etp])) if routing.drops else rows
-        exchange = _Exchange.build(blocks.axis, sent, received, received_NL)
         rows_RH = rows.collect(x_TH)
         if blocks.etp > 1:
             rows_RH = torch.cat([part for part in torch.split(rows_RH, sent[:: blocks.etp]) for _ in range(blocks.etp)])
-        offsets_L = received_NL.sum(0).cumsum(0).to(torch.int32)
-        return Dispatched(apply_function(_SendRows, rows_RH, exchange), offsets_L, (rows, exchange))
+        route = _Route(blocks.axis, sent, received)
+        arriving = OverlappedCollective(rows_RH, route.send, route.give_back)
 
-    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
+        def finish() -> Dispatched:
+            arrived = _Arrived.of(received_NL, sum(received))
+            offsets_L = received_NL.sum(0).cumsum(0).to(torch.int32)
+            return Dispatched(arrived.by_expert(arriving.finish()), offsets_L, (rows, route, arrived))
+
+        return Exchange(finish)
+
+    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Exchange[Tensor]:
         """Send the outputs back, and sum them per token."""
-        rows, exchange = dispatched.state
+        rows, route, arrived = dispatched.state
         assert isinstance(rows, SortedRows), "of another dispatcher"
-        assert isinstance(exchange, _Exchange), "of another dispatcher"
-        y_RH = apply_function(_ReturnRows, y_RH, exchange)
-        if (etp := self.blocks.etp) > 1:
-            parts = torch.split(y_RH, exchange.sent)
-            y_RH = torch.cat([torch.stack(parts[first : first + etp]).sum(0) for first in range(0, len(parts), etp)])
-        return rows.sum_up(y_RH)
+        returning = OverlappedCollective(arrived.by_rank(y_RH), route.give_back, route.send)
+
+        def finish() -> Tensor:
+            y = returning.finish()
+            if (etp := self.blocks.etp) > 1:
+                parts = torch.split(y, route.sent)
+                y = torch.cat([torch.stack(parts[first : first + etp]).sum(0) for first in range(0, len(parts), etp)])
+            return rows.sum_up(y)
+
+        return Exchange(finish)
 
 
 @dataclass(frozen=True)
@@ -122,114 +140,100 @@ class AllGatherDispatcher:
 
     blocks: ExpertBlocks
     row_counts: RowCounts = read_row_counts
+    parts: int = 1
 
-    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Exchange[Dispatched]:
         """All-gather tokens, expert ids and weights; keep the rows of this rank's experts, sorted by expert."""
         blocks = self.blocks
-        ids_Ak = all_gather_async(routing.expert_ids_Tk, 0, blocks.axis).wait() - blocks.first
-        x_AH = apply_function(_AllGatherTokens, x_TH, blocks.axis)
-        weights_Ak = apply_function(_AllGatherTokens, routing.weights_Tk, blocks.axis)
-        is_local = (ids_Ak >= 0) & (ids_Ak < blocks.num_local)
-        permutation, counts_L = sort_by_expert(ids_Ak.where(is_local, blocks.num_local), blocks.num_local)
-        ((rows,),) = self.row_counts(counts_L.sum().view(1, 1), ids_Ak.numel() // blocks.ep)
-        permutation = keep_rows(permutation, rows)
-        offsets_L = counts_L.cumsum(0).to(torch.int32)
-        return Dispatched(permute(x_AH, permutation)[:rows], offsets_L, (permutation, weights_Ak))
+        ids = all_gather_async(routing.expert_ids_Tk, 0, blocks.axis)
+        x, weights = (
+            OverlappedCollective(of_tokens, self._all_gather, self._reduce_scatter)
+            for of_tokens in (x_TH, routing.weights_Tk)
+        )
 
-    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
+        def finish() -> Dispatched:
+            ids_Ak = ids.wait() - blocks.first
+            is_local = (ids_Ak >= 0) & (ids_Ak < blocks.num_local)
+            permutation, counts_L = sort_by_expert(ids_Ak.where(is_local, blocks.num_local), blocks.num_local)
+            ((rows,),) = self.row_counts(counts_L.sum().view(1, 1), ids_Ak.numel() // blocks.ep)
+            permutation = keep_rows(permutation, rows)
+            offsets_L = counts_L.cumsum(0).to(torch.int32)
+            return Dispatched(permute(x.finish(), permutation)[:rows], offsets_L, (permutation, weights.finish()))
+
+        return Exchange(finish)
+
+    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Exchange[Tensor]:
         """Sum this rank's rows per token, then the ranks' sums; each rank gets those of its own tokens."""
         permutation, weights_Ak = dispatched.state
         y_AH = unpermute(F.pad(y_RH, (0, 0, 0, 1)), permutation, weights_Ak)
-        return apply_function(_ReduceScatterTokens, y_AH, self.blocks.axis)
+        return Exchange(OverlappedCollective(y_AH, self._reduce_scatter, self._all_gather).finish)
+
+    def _all_gather(self, of_tokens: Tensor) -> AsyncCollective:
+        return all_gather_async(of_tokens, 0, self.blocks.axis)
+
+    def _reduce_scatter(self, of_tokens: Tensor) -> AsyncCollective:
+        return reduce_scatter_async(of_tokens, 0, self.blocks.axis)
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """One all-to-all of rows and the way back.
-
-    Attributes:
-        sent: Rows from here to each rank.
-        received: Rows from each rank to here.
-        order_R: The order of received rows by expert.
-        arrival_R: Its inverse.
-    """
+class _Route:
+    """An all-to-all of rows and the way back: `sent` rows from here to each rank, `received` from each rank to here."""
 
     axis: Axis
     sent: list[int]
     received: list[int]
+
+    def send(self, rows: Tensor) -> AsyncCollective:
+        """Send rows to the ranks of their experts."""
+        return all_to_all_v_async(rows, self.sent, self.received, self.axis)
+
+    def give_back(self, rows: Tensor) -> AsyncCollective:
+        """Return rows to where they came from."""
+        return all_to_all_v_async(rows, self.received, self.sent, self.axis)
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """The order of rows that came from several ranks.
+
+    Attributes:
+        order_R: The order of the received rows by expert.
+        arrival_R: Its inverse.
+    """
+
     order_R: Tensor
     arrival_R: Tensor
 
     @classmethod
-    def build(cls, axis: Axis, sent: list[int], received: list[int], received_NL: Tensor) -> _Exchange:
-        """Derive the order from the rows received from each rank for each expert."""
+    def of(cls, received_NL: Tensor, total: int) -> _Arrived:
+        """Derive the order from the rows received from each rank for each expert, `total` of them."""
         ranks, experts = received_NL.shape
         expert_ids = torch.arange(experts, device=received_NL.device).repeat(ranks)
-        expert_of_row = expert_ids.repeat_interleave(received_NL.flatten(), output_size=sum(received))
+        expert_of_row = expert_ids.repeat_interleave(received_NL.flatten(), output_size=total)
         order = torch.argsort(expert_of_row, stable=True)
         arrival = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        return cls(axis, sent, received, order, arrival)
+        return cls(order, arrival)
 
-    def send(self, rows: Tensor) -> Tensor:
-        """Send rows, in the order of ranks; return the received ones in the order of this rank's experts."""
-        return all_to_all_v_async(rows, self.sent, self.received, self.axis).wait().index_select(0, self.order_R)
+    def by_expert(self, rows: Tensor) -> Tensor:
+        """Return rows, in the order of ranks, in that of this rank's experts. Differentiable."""
+        return apply_function(_Reorder, rows, self.order_R, self.arrival_R)
 
-    def give_back(self, rows_RH: Tensor) -> Tensor:
-        """Return rows, in the order of this rank's experts, to where they came from."""
-        rows = rows_RH.index_select(0, self.arrival_R)
-        return all_to_all_v_async(rows, self.received, self.sent, self.axis).wait()
+    def by_rank(self, rows_RH: Tensor) -> Tensor:
+        """Return rows, in the order of this rank's experts, in that of ranks. Differentiable."""
+        return apply_function(_Reorder, rows_RH, self.arrival_R, self.order_R)
 
 
-class _SendRows(torch.autograd.Function):
-    """Forward: send rows to the ranks of their experts. Backward: return their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.send(rows)
+class _Reorder(torch.autograd.Function):
+    """y_i = x_order(i). Backward: the same with the inverse order, a gather where autograd would scatter-add."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.give_back(gradients[0]), None
-
-
-class _ReturnRows(torch.autograd.Function):
-    """Forward: return rows to the ranks of their tokens. Backward: send their gradients."""
+    def forward(ctx: Any, x: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.inverse_R = inverse_R
+        return x.index_select(0, order_R)
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.give_back(rows_RH)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.send(gradients[0]), None
-
-
-class _AllGatherTokens(torch.autograd.Function):
-    """Forward: all-gather along tokens. Backward: reduce-scatter, as every rank used some of each token's values."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather_async(x, 0, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_async(gradients[0], 0, ctx.axis).wait(), None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    """Forward: sum over ranks, and keep this rank's tokens. Backward: all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter_async(y, 0, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather_async(gradients[0], 0, ctx.axis).wait(), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.inverse_R), None, None
 
 
 def shard_expert_params(model: nn.Module, mesh: DeviceMesh | None) -> None:

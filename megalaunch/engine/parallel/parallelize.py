@@ -181,4 +181,5 @@ def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> Token
     blocks = ExpertBlocks(mesh.expert_parallel, spec.model.moe.num_experts, mesh.topology.etp)
     if spec.parallel.moe_token_dispatcher_type == "allgather":
         return AllGatherDispatcher(blocks, readers.row_counts)
-    return AllToAllDispatcher(blocks, readers.row_counts)
+    parts = 2 if spec.parallel.overlap_moe_expert_parallel_comm else 1
+    return AllToAllDispatcher(blocks, readers.row_counts, parts)

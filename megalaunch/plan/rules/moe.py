@@ -192,63 +192,10 @@ def all_to_all(at: RuleContext) -> Iterator[Violation]:
 
 @rule("overlap_moe.dispatcher", "overlap_moe_expert_parallel_comm uses the alltoall or flex dispatcher.")
 def dispatcher(at: RuleContext) -> Iterator[Violation]:
-    """An all-gather delivers all tokens at once, with no second half to overlap."""
+    """The halves of a microbatch are sent by all-to-alls of their own; an all-gather is one collective."""
     if _overlaps(at) and at.spec.parallel.moe_token_dispatcher_type == "allgather":
         yield Violation(
             "parallel.moe_token_dispatcher_type",
             "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall or flex, but it is allgather",
             fixes=({"parallel.moe_token_dispatcher_type": "alltoall"}, _OFF),
-        )
-
-
-@rule("overlap_moe.stages", "In a pipeline overlap_moe_expert_parallel_comm has virtual stages.")
-def stages(at: RuleContext) -> Iterator[Violation]:
-    """1F1B alternates one forward and one backward pass of the same layers; vpp gives other layers to pair."""
-    p = at.spec.parallel
-    if _overlaps(at) and p.pp > 1 and at.chunks == 1:
-        yield Violation(
-            "parallel.vpp",
-            f"overlap_moe_expert_parallel_comm in a pipeline (pp {p.pp}) needs virtual stages",
-            {"pp": p.pp},
-            ({"parallel.vpp": 2}, _OFF, {"parallel.pp": 1}),
-        )
-
-
-@rule("overlap_moe.recompute", "With overlap_moe_expert_parallel_comm neither full layers nor experts are recomputed.")
-def recompute(at: RuleContext) -> Iterator[Violation]:
-    """Recomputing experts would repeat their all-to-all without overlap."""
-    settings = at.spec.recompute
-    recomputes_experts = settings.granularity == "selective" and "moe" in settings.modules
-    if _overlaps(at) and (settings.granularity == "full" or recomputes_experts):
-        what = "full layers" if settings.granularity == "full" else "experts"
-        rest = tuple(module for module in settings.modules if module != "moe")
-        fewer: Fix = {"recompute.granularity": "selective", "recompute.modules": rest or ("attention",)}
-        yield Violation(
-            "recompute.granularity" if settings.granularity == "full" else "recompute.modules",
-            f"overlap_moe_expert_parallel_comm is not supported with recomputation of {what}",
-            fixes=({"recompute.granularity": "none"}, fewer, _OFF),
-        )
-
-
-@rule("overlap_moe.precision", "With overlap_moe_expert_parallel_comm compute_dtype is bf16, fp16 or fp8.")
-def precision(at: RuleContext) -> Iterator[Violation]:
-    """As in Megatron-LM: in fp32 the all-to-all takes twice as long, and no compute is long enough to hide it."""
-    if _overlaps(at) and at.spec.precision.compute_dtype == "fp32":
-        yield Violation(
-            "precision.compute_dtype",
-            "overlap_moe_expert_parallel_comm needs bf16, fp16 or fp8, but precision.compute_dtype is fp32",
-            fixes=(_OFF, {"precision.compute_dtype": "bf16"}),
-        )
-
-
-@rule("overlap_moe.mtp", "With overlap_moe_expert_parallel_comm there is at most one MTP depth.")
-def mtp(at: RuleContext) -> Iterator[Violation]:
-    """MTP depths run one after the other, with no compute to hide the all-to-all of the second one."""
-    depths = at.spec.model.mtp.num_layers
-    if _overlaps(at) and depths > 1:
-        yield Violation(
-            "model.mtp.num_layers",
-            f"overlap_moe_expert_parallel_comm needs at most one MTP depth, but there are {depths}",
-            {"num_layers": depths},
-            ({"model.mtp.num_layers": 1}, _OFF),
         )

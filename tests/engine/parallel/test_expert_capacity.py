@@ -27,10 +27,11 @@ def alone(model):
     [
         ("probs", True, {"tp": 2, "sequence_parallel": True, "ep": 2}),
         ("position", True, {"dp": 2, "ep": 2}),
+        ("probs", True, {"dp": 2, "ep": 2, "overlap_moe_expert_parallel_comm": True}),
         ("position", False, {"cp": 2, "ep": 2}),
         ("probs", False, {"dp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather"}),
     ],
-    ids=["ep2tp2, padded", "ep2, padded", "ep2cp2", "ep2, all-gather"],
+    ids=["ep2tp2, padded", "ep2, padded", "ep2, padded halves", "ep2cp2", "ep2, all-gather"],
 )
 def test_layouts_drop_the_tokens_of_one_process(policy, pad, layout):
     spec = capacity_spec(MODELS[policy] | {"pad_to_capacity": pad}, **layout)

@@ -83,12 +83,12 @@ def through(
     up = up[:, shard * width : (shard + 1) * width].clone().requires_grad_()
     down = down[..., shard * width : (shard + 1) * width].clone().requires_grad_()
     given = x.T.contiguous().T if strided else x
-    dispatched = dispatcher.dispatch(given, Routing(tokens.ids[mine], weights, *drops))
+    dispatched = dispatcher.dispatch(given, Routing(tokens.ids[mine], weights, *drops)).wait()
     ends = dispatched.offsets_E.tolist()
     assert dispatched.rows_RH.shape[0] == ends[-1]
     pieces = [dispatched.rows_RH[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     outputs = [F.silu(piece @ up[e].T) @ down[e].T for e, piece in enumerate(pieces)]
-    y = dispatcher.combine(torch.cat(outputs), dispatched)
+    y = dispatcher.combine(torch.cat(outputs), dispatched).wait()
     dy = tokens.dy[mine]
     y.backward(dy.T.contiguous().T if strided else dy)
     return [y.detach(), *(leaf.grad for leaf in (x, weights, up, down))]

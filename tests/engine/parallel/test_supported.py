@@ -38,7 +38,7 @@ BESIDE = {
 
 def with_limit(limit: Limit, value: Any) -> RunSpec:
     """The small spec with one value of a limited key, in a layout where the key means something."""
-    beside = BESIDE.get(limit.path, {}) | (BESIDE[limit.idle[0]] if limit.idle is not None else {})
+    beside = BESIDE.get(limit.path, {})
     asked = with_values(BASE, {**beside, limit.path: _typed(limit, value)})
     p = asked.parallel
     return with_values(asked, {"cluster.devices_per_node": (p.dp or 1) * p.tp * p.pp * p.cp})
@@ -115,11 +115,3 @@ def test_what_it_does_not_is_refused_by_the_one_rule(limit):
         assert (limit.path, "error") in [(f.path, f.severity) for f in found]
         looked_at = [f for f in check(spec) if f.rule == "engine.unsupported"]
         assert {f.severity for f in looked_at} == {"note"}
-
-
-def test_a_limit_is_no_limit_where_its_key_means_nothing():
-    for limit in LIMITS:
-        if limit.idle is not None:
-            value = next(value for value in refused(limit) if value not in limit.supported)
-            spec = with_values(BASE, {limit.path: _typed(limit, value), limit.idle[0]: limit.idle[1]})
-            assert limit.allows(spec)

@@ -181,17 +181,5 @@ OVERLAP = {
         "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=flex",
         (*HIDDEN, "parallel.ep=2")
     ),
-    "overlap_moe.stages": Case(
-        "parallel=pp2ep2", "parallel=pp2ep2vpp2", (*HIDDEN, "model.num_layers=4")
-    ),
-    "overlap_moe.recompute": Case(
-        "recompute.granularity=full", "recompute.granularity=selective", (*HIDDEN, "parallel.ep=2")
-    ),
-    "overlap_moe.precision": Case(
-        "precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")
-    ),
-    "overlap_moe.mtp": Case(
-        "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek_v3")
-    ),
 }  # fmt: skip
 CASES = {**MODEL, **ATTENTION, **ROPE, **MTP, **EXPERTS, **ROUTER, **OVERLAP}

@@ -6,8 +6,9 @@ Shapes: T tokens of this rank, k experts per token, R rows of this rank's expert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +33,32 @@ class Dispatched:
     state: Any
 
 
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[Result]):
+    """An exchange of tokens that was started: compute before `wait` overlaps with it. Call `wait` exactly once."""
+
+    finish: Callable[[], Result]
+
+    def wait(self) -> Result:
+        """Wait for the exchange and return its result."""
+        return self.finish()
+
+
 class TokenDispatcher(Protocol):
     """Brings tokens to the ranks of their experts, and the weighted sums of the outputs back."""
 
-    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
-        """Return the rows of this rank's experts. Collective over expert-parallel ranks."""
+    @property
+    def parts(self) -> int:
+        """The parts of a microbatch: the exchange of one overlaps with the experts of another."""
 
-    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return each token's weighted sum of its experts' outputs, [R, H] -> [T, H]. Collective like `dispatch`."""
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Exchange[Dispatched]:
+        """Start to bring tokens to this rank's experts. Collective over expert-parallel ranks."""
+
+    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Exchange[Tensor]:
+        """Start to return outputs: each token's weighted sum, [R, H] -> [T, H]. Collective like `dispatch`."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +114,9 @@ class LocalDispatcher:
     """The dispatcher of a rank that holds all experts: no communication."""
 
     num_experts: int
+    parts: int = 1
 
-    def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, routing: Routing) -> Exchange[Dispatched]:
         """Sort the tokens by expert."""
         rows = SortedRows.of(routing, self.num_experts)
         if routing.drops and rows.padding_R is None:
@@ -104,9 +124,11 @@ class LocalDispatcher:
             numbers_R = torch.arange(rows.permutation.pairs_R.shape[0], device=x_TH.device)
             rows = replace(rows, padding_R=numbers_R >= rows.counts_E.sum())
         offsets_E = rows.counts_E.cumsum(0).to(torch.int32)
-        return Dispatched(rows.collect(x_TH), offsets_E, rows)
+        dispatched = Dispatched(rows.collect(x_TH), offsets_E, rows)
+        return Exchange(lambda: dispatched)
 
-    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Exchange[Tensor]:
         """Sum the outputs per token."""
         assert isinstance(dispatched.state, SortedRows), "of another dispatcher"
-        return dispatched.state.sum_up(y_RH)
+        y_TH = dispatched.state.sum_up(y_RH)
+        return Exchange(lambda: y_TH)

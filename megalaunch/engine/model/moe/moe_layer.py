@@ -5,8 +5,10 @@ Shapes: B batch, s a rank's tokens of each sequence, T = B s, H hidden, R rows o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MoEConfig
@@ -18,6 +20,7 @@ from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.model.moe.router import Router
+from megalaunch.engine.model.moe.routing import Routing
 from megalaunch.engine.model.tp_region import TPRegion
 from megalaunch.engine.param_layout import REPLICATED
 
@@ -48,22 +51,49 @@ class MoELayer(nn.Module):
         return self.save_policy(partial(self.feed_forward, jitter=jitter), x_BsH)
 
     def feed_forward(self, x_BsH: Tensor, jitter: RouterJitter | None) -> Tensor:
-        """Apply the block, as a function that the save policy may call again."""
+        """Apply the block, as a function that the save policy may call again.
+
+        The first half of the shared experts is computed while tokens are on their way to their experts, the second half
+        while they return; with several parts the experts of one part are computed while another one is on its way.
+        """
         x_TH = x_BsH.flatten(0, 1)
         routing = self.router(x_TH, x_BsH.shape[0], jitter)
-        dispatched = self.dispatcher.dispatch(x_TH, routing)
-        y_RH = self.experts(dispatched.rows_RH, dispatched.offsets_E)
-        y_BsH = self.dispatcher.combine(y_RH, dispatched).view_as(x_BsH)
-        return y_BsH if self.shared_experts is None else y_BsH + self.share(x_BsH)
+        arriving = [self.dispatcher.dispatch(*part) for part in self._split(x_TH, routing)]
+        finish_sharing = None if self.shared_experts is None else self._start_sharing(self.shared_experts, x_BsH)
+        returning = []
+        for exchange in arriving:
+            dispatched = exchange.wait()
+            y_RH = self.experts(dispatched.rows_RH, dispatched.offsets_E)
+            returning.append(self.dispatcher.combine(y_RH, dispatched))
+        shared_BsH = None if finish_sharing is None else finish_sharing()
+        outputs = [exchange.wait() for exchange in returning]
+        y_BsH = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view_as(x_BsH)
+        return y_BsH if shared_BsH is None else y_BsH + shared_BsH
 
-    def share(self, x_BsH: Tensor) -> Tensor:
-        """Apply the shared experts, [B, s, H] -> [B, s, H], which every token passes."""
-        return self.shared_save_policy(self.shared_feed_forward, x_BsH)
+    def _split(self, x_TH: Tensor, routing: Routing) -> list[tuple[Tensor, Routing]]:
+        """Return the parts of the tokens that are exchanged one after another."""
+        parts = self.dispatcher.parts
+        if parts == 1:
+            return [(x_TH, routing)]
+        return list(zip(x_TH.tensor_split(parts), routing.split(parts), strict=True))
 
-    def shared_feed_forward(self, x_BsH: Tensor) -> Tensor:
+    def _start_sharing(self, shared_experts: MLP, x_BsH: Tensor) -> Callable[[], Tensor]:
+        """Compute the first half of the shared experts; return a function for the rest, [B, s, H].
+
+        Shared experts that are recomputed are computed at once: their save policy encloses both halves.
+        """
+        if self.shared_save_policy is not save_activations:
+            shared_BsH = self.shared_save_policy(self._share, shared_experts, x_BsH)
+            return lambda: shared_BsH
+        activated = shared_experts.activate(x_BsH)
+        return lambda: self._gate(shared_experts.project_down(activated), x_BsH)
+
+    def _share(self, shared_experts: MLP, x_BsH: Tensor) -> Tensor:
         """Apply the shared experts and their gate, as a function that the save policy may call again."""
-        assert self.shared_experts is not None
-        shared_BsH: Tensor = self.shared_experts(x_BsH)
+        return self._gate(shared_experts(x_BsH), x_BsH)
+
+    def _gate(self, shared_BsH: Tensor, x_BsH: Tensor) -> Tensor:
+        """Multiply the shared experts' output by their gate, if they have one."""
         if self.shared_expert_gate is None:
             return shared_BsH
         return shared_BsH * self.shared_expert_gate(x_BsH).sigmoid()

@@ -6,7 +6,7 @@ Shapes: T tokens, E experts, k experts per token, G groups of experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,19 @@ class Routing:
     weights_Tk: Tensor
     drops: bool = False
     padded_rows: int | None = None
+
+    def split(self, parts: int) -> list[Routing]:
+        """Return the routings of that many parts of the tokens, as `Tensor.tensor_split` makes them."""
+        pieces = zip(self.expert_ids_Tk.tensor_split(parts), self.weights_Tk.tensor_split(parts), strict=True)
+        return [
+            replace(
+                self,
+                expert_ids_Tk=ids,
+                weights_Tk=weights,
+                padded_rows=None if self.padded_rows is None else min(self.padded_rows, ids.shape[0]),
+            )
+            for ids, weights in pieces
+        ]
 
     def count_dropped(self, num_experts: int) -> Tensor:
         """Return the number of dropped pairs."""

@@ -1,0 +1,139 @@
+"""The exchange of tokens overlaps with the shared experts and with the other half of a microbatch; numbers stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import hold_to_one_process, small_spec
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.build import make_decoder_config
+from megalaunch.engine.model.moe.dispatcher import Exchange
+from megalaunch.engine.model.moe.moe_layer import MoELayer
+from megalaunch.engine.model.tp_region import NO_TP
+from megalaunch.engine.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher, ExpertBlocks
+from megalaunch.plan.topology import Topology
+
+EP2 = {"parallel__dp": 2, "parallel__ep": 2}
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 52}
+SHARED = {**MOE, "shared_ffn_hidden_size": 60, "shared_expert_gate": True}
+slow = pytest.mark.slow
+
+
+class Trace(TorchDispatchMode):
+    """Sends and waits of rows, and matmuls of experts and shared experts, which are told by their widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name, first = func.overloadpacket.__name__, args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.is_floating_point():
+            widths = {size for arg in args if isinstance(arg, torch.Tensor) for size in arg.shape}
+            if name in ("all_to_all_single", "wait_tensor"):
+                self.events.append("send" if name == "all_to_all_single" else "wait")
+            elif "mm" in name and widths & {52, 60}:
+                event = "experts" if 52 in widths else "shared"
+                self.events += [event] if self.events[-1:] != [event] else []
+        return out
+
+
+@dataclass
+class Sequential:
+    """A dispatcher that waits at once."""
+
+    inner: AllToAllDispatcher | AllGatherDispatcher
+    parts: int = 1
+
+    def dispatch(self, *given: Any) -> Exchange[Any]:
+        dispatched = self.inner.dispatch(*given).wait()
+        return Exchange(lambda: dispatched)
+
+    def combine(self, *given: Any) -> Exchange[Any]:
+        combined = self.inner.combine(*given).wait()
+        return Exchange(lambda: combined)
+
+
+def layer_of(moe: dict[str, object]) -> tuple[MoELayer, ExpertBlocks]:
+    """A layer with this rank's experts."""
+    spec = small_spec(**EP2, model__moe=moe)
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+    blocks = ExpertBlocks(mesh.expert_parallel, 4)
+    config = make_decoder_config(spec.model)
+    torch.manual_seed(0)
+    layer = MoELayer(config.hidden_size, config.moe, NO_TP, AllToAllDispatcher(blocks))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    for module in layer.experts.children():
+        module.weight = nn.Parameter(module.weight[blocks.first : blocks.first + blocks.num_local].detach().clone())
+    return layer, blocks
+
+
+def step(layer: MoELayer, dispatcher: Any) -> tuple[list[torch.Tensor], list[str], list[str]]:
+    """Output and gradients, and the events of forward and backward."""
+    layer.dispatcher = dispatcher
+    layer.zero_grad()
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(2, 5, layer.router.weight.shape[1], generator=draw).requires_grad_()
+    with Trace() as forward:
+        y = layer(x)
+    with Trace() as backward:
+        y.backward(torch.randn(y.shape, generator=draw))
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())], forward.events, backward.events
+
+
+def test_the_exchange_overlaps_with_the_shared_experts():
+    """Dispatch with their first half and combine with their second one, in both passes; not a bit changes."""
+
+    def body() -> None:
+        layer, blocks = layer_of(SHARED)
+        for dispatcher in (AllToAllDispatcher(blocks), AllGatherDispatcher(blocks)):
+            expected, _, _ = step(layer, Sequential(dispatcher))
+            found, forward, backward = step(layer, dispatcher)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+            if isinstance(dispatcher, AllToAllDispatcher):
+                assert forward == backward == ["send", "shared", "wait", "experts", "send", "shared", "wait"]
+
+    run_ranks(2, body)
+
+
+def test_the_exchange_of_a_half_overlaps_with_the_experts_of_the_other():
+    def body() -> None:
+        layer, blocks = layer_of(MOE)
+        expected, _, _ = step(layer, AllToAllDispatcher(blocks))
+        found, forward, backward = step(layer, AllToAllDispatcher(blocks, parts=2))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        first_half = ["send", "send", "wait", "experts", "send"]
+        assert forward == backward == [*first_half, "wait", "experts", "send", "wait", "wait"]
+
+    run_ranks(2, body)
+
+
+PIPELINE = {**EP2, "parallel__pp": 2, "model__num_layers": 4, "batch__micro_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("moe", "layout"),
+    [
+        pytest.param(SHARED, EP2, id="shared"),
+        pytest.param(SHARED, {**EP2, "recompute__granularity": "full"}, id="recomputed", marks=slow),
+        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "1f1b"}, id="1f1b"),
+        pytest.param(
+            MOE, {**PIPELINE, "parallel__schedule": "zero_bubble", "parallel__vpp": 2}, id="zero bubble", marks=slow
+        ),
+        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "zbv", "parallel__vpp": 2}, id="zbv", marks=slow),
+    ],
+)
+def test_halves_equal_one_process(moe, layout):
+    values = {"model__vocab_size": 64, "parallel__overlap_moe_expert_parallel_comm": True}
+    hold_to_one_process(small_spec(**values, model__moe=moe, **layout))
