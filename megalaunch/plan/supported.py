@@ -36,10 +36,8 @@ LIMITS = (
     Limit("precision.grad_dtype", ("fp32",), "gradients accumulated in bf16"),
     Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
-    Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),
     Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps with a large gradient norm"),
     Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
-    Limit("schedule.warmup_init_lr", (0.0,), "a warmup that starts above 0"),
     Limit("batch.rampup_batch_size", (None,), "batch size rampup"),
 )
 

@@ -151,7 +151,8 @@ def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.clip_grad).item())
         losses.append(loss.item())
         for group in optimizer.param_groups:
-            group["lr"] = spec.optimizer.lr * min(1, (step + 1) / WARMUP)
+            first = spec.schedule.warmup_init_lr
+            group["lr"] = first + (group["peak"] - first) * min(1, (step + 1) / WARMUP)
         optimizer.step()
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
@@ -191,12 +192,12 @@ class _NotingOptimizer(Optimizer):
         self._model, self._spec = model, spec
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def step(self, rate: float, divisor: float) -> None:
+    def step(self, rate: float, divisor: float, embedding_lr: float | None) -> None:
         """Update, after the note."""
         if not self.gradients:
             named = self._model.named_parameters()
             self.gradients = {name: whole(name, p.grad, self._spec) for name, p in named}
-        super().step(rate, divisor)
+        super().step(rate, divisor, embedding_lr)
 
 
 def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None = None) -> Numbers | None:

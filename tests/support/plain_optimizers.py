@@ -65,21 +65,26 @@ def _newton_schulz(stack: torch.Tensor) -> torch.Tensor:
 
 
 def plain_optimizer(spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a spec over whole parameters."""
-    matrices = [p for p in named.values() if p.ndim > 1]
-    vectors = [p for p in named.values() if p.ndim == 1]
-    decay = "decay" if spec.name == "sgd" else "weight_decay"
-    groups = [{"params": matrices, decay: spec.weight_decay}, {"params": vectors, decay: 0.0}]
+    """The optimizer of a spec over whole parameters, each a group with its `peak` learning rate."""
+    groups = [_group(spec, name, parameter) for name, parameter in named.items()]
     if spec.name == "sgd":
         return DecoupledSGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=False)
     betas = (spec.beta1, spec.beta2)
     if spec.name == "lion":
         return PlainLion(groups, {"lr": spec.lr, "betas": betas})
-    if spec.name == "muon":
-        others = [p for name, p in named.items() if any(part in name for part in ("embedding", "head", "router"))]
-        hidden = [p for p in matrices if not any(p is other for other in others)]
-        muon = {"params": hidden, "muon": True, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
-        tables = [p for p in matrices if any(p is other for other in others)]
-        groups = [muon, {"params": tables, "weight_decay": spec.weight_decay}, groups[1]]
-        return PlainMuon(groups, lr=spec.lr, betas=betas, eps=spec.epsilon, foreach=False)
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=betas, eps=spec.epsilon, foreach=False)
+    kind = PlainMuon if spec.name == "muon" else torch.optim.AdamW
+    return kind(groups, lr=spec.lr, betas=betas, eps=spec.epsilon, foreach=False)
+
+
+def _group(spec: OptimizerSpec, name: str, parameter: nn.Parameter) -> dict[str, object]:
+    """What is particular to one parameter."""
+    is_table = name in ("embedding.weight", "head.weight")
+    decay = spec.weight_decay if parameter.ndim > 1 else 0.0
+    hidden = parameter.ndim > 1 and not is_table and "router" not in name
+    return {
+        "params": [parameter],
+        "decay" if spec.name == "sgd" else "weight_decay": decay,
+        "peak": spec.embedding_lr if is_table and spec.embedding_lr is not None else spec.lr,
+        "muon": hidden,
+        "momentum": spec.momentum,
+    }

@@ -10,8 +10,8 @@ from megalaunch.schema.schedule import ScheduleSpec
 def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
     """Return the learning rate of one update.
 
-    Linear warmup to `peak`, then the schedule's shape down to `schedule.min_lr`. Formulas: Megatron-LM's
-    optimizer_param_scheduler, with t = step.
+    Linear warmup from `schedule.warmup_init_lr` to `peak`, then the schedule's shape down to `schedule.min_lr`.
+    Formulas: Megatron-LM's optimizer_param_scheduler, with t = step.
 
     Args:
         schedule: The schedule; `decay_steps` must be resolved.
@@ -25,7 +25,7 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
     if horizon is None:
         raise ValueError("schedule.decay_steps is still null: the launcher resolves it before workers start")
     if warmup > 0 and step <= warmup:
-        return peak * step / warmup
+        return schedule.warmup_init_lr + (peak - schedule.warmup_init_lr) * step / warmup
     if schedule.shape == "constant":
         return peak
     if step > horizon:

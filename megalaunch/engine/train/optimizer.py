@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +14,18 @@ from megalaunch.engine.train.update_rules import SGD, AdamW, Lion, ParameterStat
 from megalaunch.schema.optimizer import OptimizerSpec
 from megalaunch.schema.precision import PrecisionSpec
 
+_TABLES = ("embedding.weight", "head.weight")
+"""The parameters of `optimizer.embedding_lr`, as of Megatron-LM's --decoupled-lr; not those of learned positions."""
+
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that are updated by one rule with one weight decay."""
+    """Parameters that are updated by one rule with one weight decay and one learning rate."""
 
     names: list[str]
     rule: UpdateRule
     weight_decay: float
+    has_embedding_lr: bool
 
 
 class Optimizer:
@@ -34,7 +37,7 @@ class Optimizer:
     def __init__(self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec) -> None:
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
-        self._groups = list(_groups(self._parameters, spec, precision))
+        self._groups = _groups(self._parameters, spec, precision)
         self._rules = {name: group.rule for group in self._groups for name in group.names}
 
     @property
@@ -43,20 +46,20 @@ class Optimizer:
         return list(self._parameters.values())
 
     @torch.no_grad()
-    def step(self, learning_rate: float, divisor: float = 1.0) -> None:
+    def step(self, learning_rate: float, divisor: float = 1.0, embedding_lr: float | None = None) -> None:
         """Update the parameters with gradients / divisor, then drop the gradients.
 
         Args:
             learning_rate: Learning rate of this update.
             divisor: Gradients are divided by it inside fused updates, which saves a pass over them (clipping).
+            embedding_lr: Learning rate of embedding and head; None: `learning_rate`.
         """
         for group in self._groups:
             trained = {name: self._parameters[name] for name in group.names if self._parameters[name].grad is not None}
             gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
             states = [self._state(name) for name in trained]
-            group.rule.apply(
-                Update(list(trained.values()), gradients, states, learning_rate, group.weight_decay, divisor)
-            )
+            rate = embedding_lr if group.has_embedding_lr and embedding_lr is not None else learning_rate
+            group.rule.apply(Update(list(trained.values()), gradients, states, rate, group.weight_decay, divisor))
         self.drop_grads()
 
     def drop_grads(self) -> None:
@@ -89,21 +92,20 @@ class Optimizer:
         return self._states[name]
 
 
-def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, precision: PrecisionSpec) -> Iterator[_Group]:
-    """Yield the groups of parameters: those with weight decay, and those without.
+def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, precision: PrecisionSpec) -> list[_Group]:
+    """Return the groups of parameters by rule, weight decay and learning rate.
 
-    Under muon the matrices of the blocks are a group of their own; embedding, head, routers and vectors have AdamW.
+    Under muon the matrices of the blocks are groups of their own; embedding, head, routers and vectors have AdamW.
     """
-    rule = _elementwise_rule(spec)
-    decayed = [name for name, p in parameters.items() if p.ndim >= 2 and not name.endswith(".bias")]
-    undecayed = [name for name in parameters if name not in set(decayed)]
+    elementwise, muon = _elementwise_rule(spec), None
     if spec.name == "muon":
-        dtype = torch.float32 if compute_dtype(precision) == torch.float32 else torch.bfloat16
-        hidden = [name for name in decayed if _is_hidden_matrix(name)]
-        yield _Group(hidden, Muon(spec, dtype), spec.weight_decay)
-        decayed = [name for name in decayed if name not in set(hidden)]
-    yield _Group(decayed, rule, spec.weight_decay)
-    yield _Group(undecayed, rule, 0.0)
+        muon = Muon(spec, torch.float32 if compute_dtype(precision) == torch.float32 else torch.bfloat16)
+    groups: dict[tuple[UpdateRule, float, bool], list[str]] = {}
+    for name, p in parameters.items():
+        weight_decay = spec.weight_decay if p.ndim >= 2 and not name.endswith(".bias") else 0.0
+        rule = muon if muon is not None and _is_hidden_matrix(name, p) else elementwise
+        groups.setdefault((rule, weight_decay, name in _TABLES), []).append(name)
+    return [_Group(names, *key) for key, names in groups.items()]
 
 
 def _elementwise_rule(spec: OptimizerSpec) -> UpdateRule:
@@ -113,6 +115,11 @@ def _elementwise_rule(spec: OptimizerSpec) -> UpdateRule:
     return Lion(spec) if spec.name == "lion" else AdamW(spec)
 
 
-def _is_hidden_matrix(name: str) -> bool:
-    """Return whether a matrix maps hidden states: not embedding, positions, head, router or gate of shared experts."""
-    return not name.startswith(("embedding.", "head.")) and not {"router", "shared_expert_gate"} & set(name.split("."))
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter maps hidden states: not embedding, positions, head, router or gate of shared experts.
+
+    Routed experts have a matrix each.
+    """
+    if parameter.ndim < 2 or name.endswith(".bias") or name.startswith(("embedding.", "head.")):
+        return False
+    return not {"router", "shared_expert_gate"} & set(name.split("."))

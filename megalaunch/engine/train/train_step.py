@@ -131,8 +131,8 @@ class TrainStep:
         skipped = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
         if not stats.finite and not skipped:
             self._raise_non_finite(step, batch, losses, stats)
-        rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step - updates.skipped_steps)
-        self._update(rate, stats.grad_norm, skipped=skipped)
+        rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
+        self._update(rate, embedding_lr, stats.grad_norm, skipped=skipped)
         self._updates = updates.after(limits, skipped=skipped)
         experts = counts = None
         if stats.expert_sums is not None:
@@ -154,13 +154,22 @@ class TrainStep:
             self._updates,
         )
 
-    def _update(self, rate: float, norm: float, *, skipped: bool) -> None:
+    def _update(self, rate: float, embedding_lr: float | None, norm: float, *, skipped: bool) -> None:
         """Update the parameters with clipped, unscaled gradients; a skipped step drops the gradients."""
         if skipped:
             self._optimizer.drop_grads()
             return
-        self._optimizer.step(rate, clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor)
+        divisor = clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor
+        self._optimizer.step(rate, divisor, embedding_lr)
         broadcast_embedding(self._model, self._mesh)
+
+    def _learning_rates(self, update: int) -> tuple[float, float | None]:
+        """Return the learning rate of an update, and that of embedding and head if they have one of their own."""
+        schedule, optimizer = self._spec.schedule, self._spec.optimizer
+        own = optimizer.embedding_lr
+        return learning_rate(schedule, optimizer.lr, update), own if own is None else learning_rate(
+            schedule, own, update
+        )
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
         """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""

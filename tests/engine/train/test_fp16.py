@@ -115,7 +115,7 @@ def _steps_with_overflow(spec: RunSpec, poisoned: tuple[int, ...]) -> list[objec
     """Three steps; in the poisoned ones the last rank's gradients are infinite."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
-    optimizer = Optimizer(model, spec.optimizer)
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     now = 0

@@ -40,3 +40,10 @@ def test_updates_equal_one_process(name, layout):
 def test_muon_under_two_kinds_of_sharding(layout):
     zero3 = {"parallel__data_sharding": "optim_grads_params", **SHARDED_TWICE[layout]}
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS["muon"], **zero3))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_have_their_own_rate(tied):
+    """On two stages, where a tied head is a copy; the warmup begins above 0."""
+    rates = {"optimizer__embedding_lr": 3e-3, "schedule__warmup_init_lr": 2e-4, "model__tie_word_embeddings": tied}
+    hold_to_one_process(small_spec(batch__micro_batch_size=1, **rates, **LAYOUTS["pp2"]))

@@ -32,6 +32,13 @@ def test_wsd_goldens(fall, at_90):
     assert rates == pytest.approx((1e-3, 1e-3, at_90, 1e-4), rel=1e-6)
 
 
+def test_a_warmup_from_above_zero():
+    """Megatron-LM: init + (max - init) * step / warmup."""
+    schedule = ScheduleSpec(shape="constant", warmup_steps=10, warmup_init_lr=1e-4, decay_steps=100)
+    rates = [learning_rate(schedule, 1e-3, step) for step in (1, 5, 10)]
+    assert rates == pytest.approx((1.9e-4, 5.5e-4, 1e-3), rel=1e-9)
+
+
 def test_without_warmup_the_first_rate_is_near_the_peak():
     schedule = ScheduleSpec(shape="linear", decay_steps=10, min_lr=0.0)
     assert learning_rate(schedule, 1.0, 1) == pytest.approx(0.9)
