@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import GATED, ModelSpec
+from megalaunch.schema.moe import MoESpec, RouterDtype
 from megalaunch.schema.parallel import ContextCommType
 from megalaunch.schema.recompute import RecomputeModule
+
+_ROUTER_BYTES: Mapping[RouterDtype, int] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2})
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,11 @@ class LayerDims:
         num_heads: query heads.
         saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
         activation_gradients: gradients of inner values allocated at once in its backward.
-        experts_per_token: top_k, once for each rank of etp.
+        experts_per_token: rows of experts per token: top_k, or the capacity that they are padded to; for each rank of
+            etp.
+        router_bytes: bytes of the router's dtype.
+        router_copies_input: its input is a tensor of its own.
+        router_matrices: values per token and expert that it saves.
         attended_keys: keys that a query attends to.
         dropout_mask_bytes: bytes that dropout saves for a block's output.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
@@ -51,6 +60,10 @@ class LayerDims:
     activation_gradients: int
     experts_per_token: float
     num_experts: int
+    top_k: int
+    router_bytes: int
+    router_copies_input: bool
+    router_matrices: int
     q_lora_rank: int
     kv_lora_rank: int
     qk_rope_head_dim: int
@@ -139,8 +152,12 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         shared_expert_gate=moe.shared_expert_gate,
         saved_activation_inputs=profile.activation_inputs if gated else 1,
         activation_gradients=profile.activation_gradients if gated else 1,
-        experts_per_token=moe.top_k * dtypes.etp,
+        experts_per_token=_rows_per_token(moe, dtypes) * dtypes.etp,
         num_experts=moe.num_experts or 0,
+        top_k=moe.top_k,
+        router_bytes=_ROUTER_BYTES[moe.router_dtype],
+        router_copies_input=moe.input_jitter > 0 or _ROUTER_BYTES[moe.router_dtype] != activation_bytes,
+        router_matrices=1 + (moe.z_loss_coeff > 0 or moe.score == "sqrtsoftplus"),
         q_lora_rank=mla.q_lora_rank or 0,
         kv_lora_rank=mla.kv_lora_rank or 0,
         qk_rope_head_dim=mla.qk_rope_head_dim,
@@ -158,6 +175,18 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
+
+
+def _rows_per_token(moe: MoESpec, dtypes: DtypesAndGroups) -> float:
+    """Return the rows of experts per token of a rank.
+
+    With padding a rank sends each expert the capacity of the microbatch, whose tokens tp and cp ranks share, but no
+    more rows than it has tokens.
+    """
+    if not (moe.pad_to_capacity and moe.capacity_factor):
+        return moe.top_k
+    ranks = (dtypes.tp if dtypes.sequence_parallel else 1) * dtypes.cp
+    return min(moe.capacity_factor * moe.top_k * ranks, moe.num_experts or 1)
 
 
 def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from made_specs import resolved
 
 from megalaunch.engine.model.build import build_decoder
@@ -74,3 +75,48 @@ def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
     rows = rows_with_bytes(one.model, list_layers(one.model)[0], DtypesAndGroups.from_spec(one), CPU_ENGINE)
     blocks = blocks_are_faster(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it
     assert sum(size for row, size, _ in rows if not (blocks and row.name.startswith("logsumexp"))) == measured
+
+
+MIXTURES = {
+    "softmax": (),
+    "shared": (
+        "model.moe.shared_ffn_hidden_size=64",
+        "model.moe.shared_expert_gate=true",
+        "model.moe.z_loss_coeff=0.1",
+    ),
+    "sigmoid": ("model.moe.score=sigmoid", "model.moe.normalize_top_k=true", "model.moe.router_dtype=fp64"),
+    "padded": ("model.moe.capacity_factor=1.5", "model.moe.pad_to_capacity=true"),
+}
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_a_layer_of_experts_keeps_what_the_table_says(mixture, precision):
+    """All that is alive, to 1 %: order of rows too, which autograd does not see; a microbatch's counts are no rows."""
+    tokens = 256
+    overrides = (
+        "recipe=tiny",
+        "data.corpus=x",
+        f"precision={precision}",
+        f"batch.sequence_length={tokens}",
+        "tokenizer.vocab_size=512",
+        "model.moe.num_experts=8",
+        "model.moe.ffn_hidden_size=96",
+        *MIXTURES[mixture],
+    )
+    one, _ = resolved(*overrides, "model.num_layers=1")
+    two, _ = resolved(*overrides, "model.num_layers=2")
+    measured = (_alive(two, tokens) - _alive(one, tokens)) / tokens
+    rows = rows_with_bytes(one.model, list_layers(one.model)[0], DtypesAndGroups.from_spec(one), CPU_ENGINE)
+    blocks = blocks_are_faster(torch.empty(1, 1, tokens, 1, dtype=FORMATS[precision]))
+    expected = sum(size for row, size, _ in rows if not (blocks and row.name.startswith("logsumexp")))
+    assert expected == pytest.approx(measured, rel=0.01)
+
+
+def _alive(spec, tokens: int) -> int:
+    torch.manual_seed(0)
+    model = build_decoder(spec.model).to(FORMATS[spec.precision.compute_dtype])
+    with LiveBytes() as live:
+        output = model(torch.randint(0, spec.model.vocab_size, (1, tokens)))
+        assert output.requires_grad
+        return live.total

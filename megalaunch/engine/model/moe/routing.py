@@ -66,7 +66,8 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
     `torch.topk` leaves the order of equal scores to the device and to the number of tokens.
     """
-    return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+    # A copy: a view would hold the order of all experts until the backward pass.
+    return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
 def mask_other_groups(scores_TE: Tensor, num_groups: int, top_k_groups: int, scored: int) -> Tensor:
