@@ -129,6 +129,23 @@ def test_loss_of_a_layout(run: RunDirectory, tmp_path: Path, layout: str):
         assert (mine["tokens"], mine["bytes"], mine["data"]) == (theirs["tokens"], theirs["bytes"], theirs["data"])
 
 
+LATENT = {
+    "mla": {"kv_lora_rank": 12, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    "num_query_groups": 4,
+    "head_dim": 12,
+}
+
+
+@pytest.mark.usefixtures("forked")
+def test_texts_of_latent_attention_on_several_ranks(tmp_path: Path):
+    moe = {"num_experts": 4, "top_k": 2, "first_k_dense_replace": 1, "shared_ffn_hidden_size": 16}
+    run = make_run(tmp_path / "run", steps=(10,), **LATENT, moe=moe, mtp={"num_layers": 1})
+    arguments = (*PROMPTS, *GREEDY, "--logprobs", 1)
+    expected = lines_of("generate", run.root, *arguments)
+    for layout in ("ep2tp2sp", "pp2"):
+        require_same_texts(lines_of("generate", run.root, f"parallel={layout}", *arguments), expected)
+
+
 @pytest.mark.usefixtures("forked")
 def test_texts_and_loss_of_experts_on_several_ranks(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=(10,), moe={"num_experts": 4, "top_k": 2})
