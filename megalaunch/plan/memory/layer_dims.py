@@ -156,7 +156,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         num_experts=moe.num_experts or 0,
         top_k=moe.top_k,
         router_bytes=_ROUTER_BYTES[moe.router_dtype],
-        router_copies_input=moe.input_jitter > 0 or _ROUTER_BYTES[moe.router_dtype] != activation_bytes,
+        router_copies_input=moe.input_jitter > 0,
         router_matrices=1 + (moe.z_loss_coeff > 0 or moe.score == "sqrtsoftplus"),
         q_lora_rank=mla.q_lora_rank or 0,
         kv_lora_rank=mla.kv_lora_rank or 0,

@@ -138,7 +138,7 @@ EXPERTS = (
         gathered=True,
     ),
     OpRow(
-        "router's input, in its dtype",
+        "router's input after its jitter, in its dtype",
         lambda d: d.router_bytes * d.hidden_size if d.router_copies_input else 0,
         "sequence",
         ("moe",),

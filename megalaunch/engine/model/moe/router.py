@@ -13,6 +13,7 @@ from megalaunch.engine.model.dropout import RouterJitter
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing, attach_loss, count_tokens, router_losses
 from megalaunch.engine.model.moe.capacity import limit_to_capacity
 from megalaunch.engine.model.moe.load import ExpertLoad
+from megalaunch.engine.model.moe.router_linear import router_linear
 from megalaunch.engine.model.moe.routing import (
     Routing,
     expert_weights,
@@ -22,7 +23,6 @@ from megalaunch.engine.model.moe.routing import (
     top_k_stable,
 )
 from megalaunch.engine.param_layout import REPLICATED, local_param
-from megalaunch.kernels.matmul import linear
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -54,9 +54,9 @@ class Router(nn.Module):
     def forward(self, x_TH: Tensor, sequences: int, jitter: RouterJitter | None = None) -> Routing:
         """Route tokens [T, H], of `sequences` sequences; while gradients are recorded, balance the load too."""
         config, dtype = self.config, _DTYPES[self.config.router_dtype]
-        bias = None if self.bias is None else local_param(self.bias).to(dtype)
-        x_TH = x_TH.to(dtype) if jitter is None else jitter(x_TH.to(dtype))
-        logits_TE = linear(x_TH, local_param(self.weight).to(dtype), bias)
+        bias = None if self.bias is None else local_param(self.bias)
+        x_TH = x_TH if jitter is None else jitter(x_TH.to(dtype))
+        logits_TE = router_linear(x_TH, local_param(self.weight), bias, dtype)
         scores_TE = score_experts(logits_TE, config.score)
         expert_ids_Tk = self.choose(scores_TE.detach())
         weights_Tk = expert_weights(
