@@ -58,7 +58,7 @@ IGNORED: dict[str, str] = {
         barrier-with-* no-barrier-* moe-per-layer-logging moe-routing-trace-* config-logger-dir metadata-path
         straggler-* disable-straggler-* run-workload-inspector-server
     """,
-    "profiling is not a setting of a recipe": """
+    "profiling is requested at the launch, by logging.profile": """
         profile profile-* use-pytorch-profiler pytorch-profiler-* record-* memory-snapshot-path nvtx-ranges
     """,
     "NCCL, buckets and streams: affects speed only": """
