@@ -116,13 +116,32 @@ def test_microbatches_are_added_up_in_fp32_whatever_ranks_exchange(layout):
         "batch__global_batch_size": 16 * SUMMED_ONCE[layout].get("parallel__dp", 1),
         **SUMMED_ONCE[layout],
     }
-    specs = [small_spec(precision__grad_reduce_dtype=reduce, **values) for reduce in ("fp32", "bf16")]
+    alone = values.get("parallel__dp", 1) == 1
+    error = _error_in_bf16("precision__grad_reduce_dtype", values)
+    assert error == 0 if alone else 0 < error < ROUNDED_ONCE, f"{error:.2e}"
+
+
+@pytest.mark.parametrize("strategy", ["one process", "pp3 zero1", "sharded"])
+def test_gradients_that_accumulate_unsharded_do_so_in_grad_dtype(strategy):
+    """Each of 16 sums is rounded to 8 bits; sharded gradients (ZeRO-2 and 3 without a pipeline) accumulate in fp32."""
+    sharded = {"parallel__dp": 2, "parallel__data_sharding": "optim_grads"}
+    layout = sharded if strategy == "sharded" else SUMMED_ONCE[strategy]
+    values = {
+        "precision__compute_dtype": "bf16",
+        "batch__micro_batch_size": 1,
+        "batch__global_batch_size": 16 * layout.get("parallel__dp", 1),
+    }
+    error = _error_in_bf16("precision__grad_dtype", {**values, **layout})
+    assert error == 0 if strategy == "sharded" else ROUNDED_ONCE < error < 8 * ROUNDED_ONCE, f"{error:.2e}"
+
+
+def _error_in_bf16(key: str, values: dict[str, object]) -> float:
+    """Return the difference of all gradients with bf16 in place of fp32 for `key`, as a share of their norm."""
+    specs = [small_spec(**values, **{key: dtype}) for dtype in ("fp32", "bf16")]
     ranks = specs[0].cluster.devices_per_node
     exact, rounded = (_joined(run_ranks(ranks, _gradients, spec)) for spec in specs)
-    alone = specs[0].parallel.dp == 1
     squares = [np.square(rounded[name] - gradient).sum() for name, gradient in exact.items()]
-    error = np.sqrt(sum(squares) / sum(np.square(gradient).sum() for gradient in exact.values()))
-    assert error == 0 if alone else 0 < error < ROUNDED_ONCE, f"{error:.2e}"
+    return float(np.sqrt(sum(squares) / sum(np.square(gradient).sum() for gradient in exact.values())))
 
 
 def _joined(every: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
