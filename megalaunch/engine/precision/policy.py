@@ -33,6 +33,11 @@ def grad_reduce_dtype(precision: PrecisionSpec) -> torch.dtype:
     return _FORMATS[precision.grad_reduce_dtype]
 
 
+def moment_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Return the dtype of the optimizer's moments."""
+    return _FORMATS[precision.exp_avg_dtype]
+
+
 def mixed_precision_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:
     """Return FSDP2's policy: parameters are all-gathered in the compute dtype, gradients are `precision.grad_dtype`.
 

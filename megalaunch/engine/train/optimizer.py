@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.precision.policy import compute_dtype
+from megalaunch.engine.precision.policy import compute_dtype, moment_dtype
 from megalaunch.engine.train.muon import Muon
 from megalaunch.engine.train.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.schema.optimizer import OptimizerSpec
@@ -37,6 +37,7 @@ class Optimizer:
     def __init__(self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec) -> None:
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
+        self._state_dtype = moment_dtype(precision)
         self._groups = _groups(self._parameters, spec, precision)
         self._rules = {name: group.rule for group in self._groups for name in group.names}
 
@@ -87,7 +88,9 @@ class Optimizer:
             # the fused update requires the count on the parameter's device
             count = torch.zeros((), dtype=torch.float32, device=parameter.device)
             names = self._rules[name].state_names
-            tensors = {state: torch.zeros_like(parameter, requires_grad=False) for state in names}
+            tensors = {
+                state: torch.zeros_like(parameter, dtype=self._state_dtype, requires_grad=False) for state in names
+            }
             self._states[name] = ParameterState(tensors, count)
         return self._states[name]
 

@@ -22,6 +22,8 @@ from torch.optim.sgd import sgd
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.schema.optimizer import OptimizerSpec
 
+_PIECE = 1 << 22  # numbers of a tensor in bf16 that are updated at once: 16 MiB in fp32
+
 
 @dataclass(frozen=True)
 class ParameterState:
@@ -72,7 +74,7 @@ class AdamW:
     """Torch's fused AdamW on local shards.
 
     Called with DTensors, torch derives the sharding of every tensor of the fused update anew in each process: seconds
-    in the first step.
+    in the first step. Tensors in bf16 are updated in fp32 and rounded once, in pieces, so that the copies stay small.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -82,13 +84,31 @@ class AdamW:
 
     def apply(self, update: Update) -> None:
         """Update parameters and moments, and count the update."""
+        stored = (update.shards(), update.gradient_shards(), update.shards("exp_avg"), update.shards("exp_avg_sq"))
+        counts = [state.updates for state in update.states]
+        if all(tensor.dtype == torch.float32 for tensors in stored for tensor in tensors):
+            self._update(stored, counts, update)
+            return
+        for parameter, gradient, exp_avg, exp_avg_sq, count in zip(*stored, counts, strict=True):
+            before = count.clone()
+            flat = (parameter.view(-1), gradient.flatten(), exp_avg.view(-1), exp_avg_sq.view(-1))
+            for pieces in zip(*(torch.split(tensor, _PIECE) for tensor in flat), strict=True):
+                wide = [piece.float() for piece in pieces]
+                self._update([[piece] for piece in wide], [count.copy_(before)], update)
+                for piece, updated in zip(pieces, wide, strict=True):
+                    if updated is not piece:
+                        piece.copy_(updated)
+
+    def _update(self, fp32: Sequence[list[Tensor]], counts: list[Tensor], update: Update) -> None:
+        """Call the fused kernel on parameters, gradients and both moments."""
+        parameters, gradients, exp_avgs, exp_avg_sqs = fp32
         adamw(
-            update.shards(),
-            update.gradient_shards(),
-            update.shards("exp_avg"),
-            update.shards("exp_avg_sq"),
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [state.updates for state in update.states],
+            counts,
             fused=True,
             grad_scale=update.scale,
             amsgrad=False,

@@ -115,6 +115,7 @@ CASES = [
     Case(
         "pp3", 6, (24, 1, 128), MICROBATCH_END, ("parallel.data_sharding=no_shard", "precision.grad_reduce_dtype=bf16")
     ),
+    Case("zero1", 2, (4, 1, 256), GRAD_REDUCE, ("precision.exp_avg_dtype=bf16",)),
     Case("zero0", 4, (16, 1, 64), STEP_END, ("precision.grad_dtype=bf16", "precision.grad_reduce_dtype=bf16")),
     Case("zero1", 4, (16, 1, 64), MICROBATCH_END, ("precision.grad_dtype=bf16",)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS, "precision.grad_dtype=bf16")),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from oracle import SEQUENCE, RandomSamples, small_spec
+from oracle import SEQUENCE, STEPS, RandomSamples, small_spec
 from slow_cases import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,11 +17,16 @@ from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.parallelize import build_sharded_model
+from megalaunch.engine.train import update_rules
+from megalaunch.engine.train.checkpointer import state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import Optimizer
+from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Reduced(TorchDispatchMode):
@@ -146,3 +151,46 @@ def _error_in_bf16(key: str, values: dict[str, object]) -> float:
 
 def _joined(every: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: value for gradients in every for name, value in gradients.items()}
+
+
+def _updated(spec: RunSpec) -> dict[str, torch.Tensor]:
+    """All weights and moments after three updates, by their names in checkpoints, in their dtypes."""
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+    model, samples = build_sharded_model(spec, mesh), RandomSamples()
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
+    step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
+    for number in range(1, STEPS + 1):
+        step.run(number, batches.get(number, STEPS), None)
+    batches.close()
+    tensors = state_tensors(model, optimizer)
+    dtypes = {kind: {t.dtype for n, t in tensors.items() if n.startswith(kind)} for kind in ("model.", "optimizer.")}
+    assert dtypes == {
+        "model.": {DTYPES[spec.precision.main_params_dtype]},
+        "optimizer.": {DTYPES[spec.precision.exp_avg_dtype]},
+    }
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).float() for name, t in tensors.items()}
+
+
+def test_an_update_in_pieces_is_that_of_the_whole(monkeypatch):
+    """Every piece starts from the same number of updates."""
+    spec = small_spec(precision__exp_avg_dtype="bf16")
+    whole = run_ranks(1, _updated, spec)[0]
+    monkeypatch.setattr(update_rules, "_PIECE", 64)
+    pieces = run_ranks(1, _updated, spec)[0]
+    assert all((pieces[name] == value).all() for name, value in whole.items())
+
+
+@pytest.mark.parametrize("layout", [{"parallel__dp": 2}, {"parallel__tp": 2}])
+def test_moments_in_bf16_are_those_of_every_layout(layout):
+    """Each update is computed in fp32 and rounded once: two layouts differ by a rounding, 2^-8, and fp32 by a few."""
+    values = {"precision__exp_avg_dtype": "bf16", "optimizer__beta2": 0.95}
+    one = run_ranks(1, _updated, small_spec(**values))[0]
+    other = run_ranks(2, _updated, small_spec(**values, **layout))[0]
+    exact = run_ranks(1, _updated, small_spec(optimizer__beta2=0.95))[0]
+    for name, value in one.items():
+        moment, largest = name.startswith("optimizer."), np.abs(value).max()
+        rounding = 2**-8 if moment else 1e-4
+        assert np.abs(other[name][: len(value)] - value).max() <= rounding * largest, name
+        assert np.abs(exact[name] - value).max() < (3 * rounding if moment else 5e-3) * largest, name
+    assert any((exact[name] != value).any() for name, value in one.items() if name.startswith("optimizer."))
