@@ -18,7 +18,7 @@ EventName = Literal[
     "progress",  # worker rank 0, during long file work: phase, step, done, total (bytes of this rank)
     "checkpoint_refused",  # worker rank 0: path, reason
     "zero_gradient",  # worker rank 0, at the first step of a row: step, limit (such steps that end the run; 0: none)
-    "skipped_step",  # worker rank 0: step, loss_scale (at which gradients overflowed in fp16)
+    "skipped_step",  # worker rank 0: step, loss_scale (in fp16), grad_norm (null if the gradients overflowed fp16)
     "expert_collapse",  # worker rank 0: step, layer, share (of the layer's tokens, at one expert), steps (in a row)
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt

@@ -79,9 +79,9 @@ class UpdateState:
         """Return whether a step may be skipped if its gradients are not finite: in fp16, until the scale is minimal."""
         return self.loss_scale is not None and not self.loss_scale.is_exhausted(spec)
 
-    def after(self, spec: LossScaleSpec, *, skipped: bool) -> UpdateState:
-        """Return the state after a step."""
+    def after(self, spec: LossScaleSpec, *, skipped: bool, overflowed: bool) -> UpdateState:
+        """Return the state after a step; one may be skipped without overflow (`optimizer.skip_step_grad_norm`)."""
         scale = self.loss_scale
         if scale is not None:
-            scale = scale.after_overflow(spec) if skipped else scale.after_update(spec)
+            scale = scale.after_overflow(spec) if overflowed else scale.after_update(spec)
         return UpdateState(self.skipped_steps + skipped, scale)

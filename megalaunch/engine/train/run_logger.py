@@ -95,10 +95,11 @@ class RunLogger:
             "step_seconds": seconds,
             "data_seconds": waited,
             "memory_bytes": memory_bytes,
+            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
             **(
                 {}
-                if result.loss_scale is None
-                else {"loss_scale": result.loss_scale, "skipped_steps": result.updates.skipped_steps}
+                if result.loss_scale is None and result.updates.skipped_steps == 0
+                else {"skipped_steps": result.updates.skipped_steps}
             ),
             **{f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.mtp_losses, start=1)},
             **(

@@ -3,9 +3,10 @@
 Count valid tokens (all-reduce), forward and backward with gradient accumulation, sum partial gradients, reduce loss and
 squared gradient norm (one all-reduce), check that both are finite, update.
 
-In fp16 gradients that are not finite skip the update, on all ranks alike: the norm is that of all ranks. As in
-Megatron-LM a skipped step advances data, tokens and steps, and the routers' loads and biases, which depend on the
-forward pass alone; it does not advance the learning rate schedule and the optimizer's number of updates.
+In fp16 gradients that are not finite skip the update, and so does a norm above `optimizer.skip_step_grad_norm`: on all
+ranks alike, as the norm is that of all ranks. As in Megatron-LM a skipped step advances data, tokens and steps, and the
+routers' loads and biases, which depend on the forward pass alone; it does not advance the learning rate schedule and
+the optimizer's number of updates.
 """
 
 from __future__ import annotations
@@ -128,12 +129,13 @@ class TrainStep:
         sums = take_expert_sums(self._model, self._mesh.device)
         stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)
         stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
-        skipped = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
-        if not stats.finite and not skipped:
+        overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
+        if not stats.finite and not overflowed:
             self._raise_non_finite(step, batch, losses, stats)
+        skipped = overflowed or stats.grad_norm > (self._spec.optimizer.skip_step_grad_norm or math.inf)
         rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
         self._update(rate, embedding_lr, stats.grad_norm, skipped=skipped)
-        self._updates = updates.after(limits, skipped=skipped)
+        self._updates = updates.after(limits, skipped=skipped, overflowed=overflowed)
         experts = counts = None
         if stats.expert_sums is not None:
             moe = self._spec.model.moe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import dataclass
@@ -230,7 +231,8 @@ class Trainer:
         if result.expert_counts is not None:
             self._record.expert_load(number, self._state.model.config.expert_layers, result.expert_counts)
         if result.skipped:
-            self._record.event("skipped_step", step=number, loss_scale=result.loss_scale)
+            norm = result.grad_norm if math.isfinite(result.grad_norm) else None
+            self._record.event("skipped_step", step=number, loss_scale=result.loss_scale, grad_norm=norm)
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
         self._write_profile(number)

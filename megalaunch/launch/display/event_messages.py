@@ -32,7 +32,9 @@ def event_message(event: Record) -> str | None:
                 f"warning: the gradient norm of step {event.get('step')} is exactly 0: no parameter is updated{after}"
             )
         case "skipped_step":
-            scale = event.get("loss_scale")
+            norm, scale = event.get("grad_norm"), event.get("loss_scale")
+            if isinstance(norm, (int, float)):
+                return f"step {event.get('step')} skipped: its gradient norm {norm:g} exceeds skip_step_grad_norm"
             at = f" at loss scale {scale:g}" if isinstance(scale, (int, float)) else ""
             return f"step {event.get('step')} skipped: its gradients overflow fp16{at}"
         case "expert_collapse":

@@ -15,7 +15,7 @@ def _scales(steps: str) -> list[float]:
     """The scales after each step: o for an overflow, . for none."""
     state, found = UpdateState().with_scale(FP16), []
     for step in steps:
-        state = state.after(FP16.loss_scale, skipped=step == "o")
+        state = state.after(FP16.loss_scale, skipped=step == "o", overflowed=step == "o")
         found.append(state.factor)
     assert state.skipped_steps == steps.count("o")
     return found
@@ -43,7 +43,7 @@ def test_steps_are_skipped_until_the_minimum_overflows():
     may = []
     for _ in range(5):
         may.append(state.may_skip(spec))
-        state = state.after(spec, skipped=True)
+        state = state.after(spec, skipped=True, overflowed=True)
     assert may == [True, True, True, True, False]  # 64, 64, 32, 16, 8
     constant = LossScaleSpec(initial=8.0, minimum=8.0, hysteresis=2)
     assert LossScale(8.0, 0, 2).is_exhausted(constant) is False
