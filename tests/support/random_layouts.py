@@ -62,13 +62,15 @@ def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Lay
 
 
 def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
-    """Layouts each with an awkward model, recomputation and packed documents of its own."""
+    """Layouts each with an awkward model, recomputation and packed documents of its own; some with MTP depths."""
     source, dealing = random.Random(seed), random.Random(f"{seed}, dealt by length")
-    spreading = random.Random(f"{seed}, experts")
+    spreading, predicting = random.Random(f"{seed}, experts"), random.Random(f"{seed}, MTP depths")
     while True:
         run = {**_drawn(source), **dict(_awkward(source)), **_uneven(source)}
         if spreading.random() < 0.5:  # more than half of these are refused
             run |= {"model__moe": spreading.choice(_MIXTURES), **_spread(spreading)}
+        if predicting.random() < 0.3:
+            run["model__mtp"] = {"num_layers": predicting.choice((1, 2)), "loss_coeff": 0.7}
         if run["data__reset_attention_mask"] and run.get("parallel__cp_comm_type") == "p2p" and dealing.random() < 0.5:
             run["parallel__dynamic_context_parallel"] = True
         if ranks_of(run) <= most_ranks and _allowed(run):

@@ -38,3 +38,6 @@ def test_draws_are_various():
     experts = [run for run in runs if "model__moe" in run]
     assert len(experts) > 30
     assert {(run["parallel__ep"], run["parallel__etp"]) for run in experts} >= {(1, 1), (2, 1), (4, 1), (2, 2)}
+    depths = [run for run in runs if "model__mtp" in run]
+    assert len(depths) > 20
+    assert {run["parallel__pp"] for run in depths} >= {1, 2}
