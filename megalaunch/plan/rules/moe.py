@@ -92,14 +92,15 @@ def tp_needs_sp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("moe.compile", "With experts train.compile is off.")
-def compiled(at: RuleContext) -> Iterator[Violation]:
-    """The rows of an expert change with every microbatch, and its load is counted outside of the graph."""
-    if at.has_experts and at.spec.train.compile:
+@rule("moe.compile_recompute", "With experts train.compile is off if full layers are recomputed.")
+def compile_recompute(at: RuleContext) -> Iterator[Violation]:
+    """Experts are not compiled, and torch.compile cannot leave a graph within a recomputed layer."""
+    spec = at.spec
+    if at.has_experts and spec.train.compile and spec.recompute.granularity == "full":
         yield Violation(
             "train.compile",
-            "train.compile=true is not supported with experts",
-            fixes=({"train.compile": False},),
+            "train.compile=true has no effect on layers with experts that are recomputed (recompute.granularity=full)",
+            fixes=({"train.compile": False}, {"recompute.granularity": "none"}),
         )
 
 

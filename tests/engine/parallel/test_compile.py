@@ -12,6 +12,7 @@ from slow_cases import slow_but
 
 from megalaunch.engine.parallel import compile as compiling
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "shared_ffn_hidden_size": 24, "router_dtype": "fp32"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
     "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True},
@@ -20,11 +21,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "packed": {"parallel__dp": 2, "data__reset_attention_mask": True},
     "dropout": {"parallel__dp": 2, "model__hidden_dropout": 0.2, "model__attention_dropout": 0.2},
     "full": {"parallel__dp": 2, "recompute__granularity": "full"},
+    "experts": {"parallel__dp": 2, "parallel__ep": 2, "model__moe": EXPERTS},
     "attention": {"parallel__dp": 2, "recompute__granularity": "selective", "recompute__modules": ["attention"]},
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp2 zero3"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp2 zero3", "experts"))
 def test_as_one_process(name, monkeypatch):
     """The graphs and their joint backward, without the minutes of C++ that the default backend takes on processors."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")

@@ -110,7 +110,9 @@ EXPERTS = {
         "parallel=dp3ep3 batch.global_batch_size=12", "parallel=dp2ep2 batch.global_batch_size=12", MIXTRAL
     ),
     "moe.tp_needs_sp": Case("parallel=tp2 parallel.sequence_parallel=false", "parallel=tp2", MIXTRAL),
-    "moe.compile": Case("train.compile=true", "train.compile=false", MIXTRAL),
+    "moe.compile_recompute": Case(
+        "train.compile=true recompute.granularity=full", "train.compile=true recompute.granularity=none", MIXTRAL
+    ),
     "moe.bias_by_etp": Case(
         "model.mlp_bias=true parallel=dp2etp2", "model.mlp_bias=false parallel=dp2etp2", MIXTRAL
     ),
