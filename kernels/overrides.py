@@ -33,6 +33,22 @@ class RowKernels:
 
 
 @dataclass(frozen=True)
+class BlockKernel:
+    """Fused attention of one block of queries and keys, all heads of one width.
+
+    Attributes:
+        supports: (queries, head dim) -> whether the kernel takes queries of this dtype and device.
+        forward: (q [B, N, S, D], k, v [B, G, T, D], causal, scale) -> output [B, N, S, D], log-sum-exp fp32 [B, N, S].
+        backward: (q, k, v, output, its gradient, log-sum-exp, causal, scale) -> gradients of q, k and v. Output and
+            log-sum-exp may be those of all blocks.
+    """
+
+    supports: Callable[[Tensor, int], bool]
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class KernelOverrides:
     """Forms to use in place of those that the dispatch selects; None: what the dispatch selects.
 
@@ -40,6 +56,7 @@ class KernelOverrides:
         on_cpu: The answer of `on_cpu`, whatever the device of a tensor.
         rms_norm: (x, weight, epsilon) -> normed x.
         attention: (q, k, v, mask) -> softmax(q k^T) v, with the mask [..., S, T] of the keys or a causal one (None).
+        block_attention: attention of one block.
         swiglu: (gate, up) -> silu(gate) * up.
         grouped_matmul: (rows [R, K], matrices [E, K, N], offsets) -> [R, N], or (columns [K, R], rows [R, N], offsets)
             -> [E, K, N], as `F.grouped_mm`.
@@ -49,6 +66,7 @@ class KernelOverrides:
     on_cpu: bool | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    block_attention: BlockKernel | None = None
     swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     row_kernels: RowKernels | None = None

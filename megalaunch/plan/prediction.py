@@ -153,9 +153,9 @@ def _memory_assumptions(spec: RunSpec, profile: MemoryProfile) -> Iterator[Const
     pending = profile.pending_logit_bytes or 0.0
     yield Constant("bytes per pending logit of a pipeline, in addition to the logit", pending, "engine/train/loss.py")
     yield Constant(
-        "fp32 copies of scores in ring attention",
-        profile.ring_score_copies,
-        "engine/parallel/ring_attention.py",
+        "fp32 copies of scores in attention without a fused kernel",
+        profile.score_copies,
+        "engine/model/attention/online_softmax.py",
     )
 
 

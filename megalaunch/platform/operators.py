@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 _SDPA = "torch's scaled_dot_product_attention"
 _KERNELS = "megalaunch.kernels"
+_ATTENTION = "megalaunch.engine.model.attention"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ def implementations(device: str) -> Iterator[Implementation]:
             "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, selected by torch"
         )
     yield Implementation("attention with a window or documents", f"{_SDPA} with a mask")
-    yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.attention.core")
+    scores = f"{_ATTENTION}.online_softmax, fp32 scores"
+    flash = {"cpu": "flash attention", "cuda": f"flash attention in 16 bits; in fp32 {scores}"}
+    yield Implementation("attention by blocks (cp)", flash.get(device, scores))
+    yield Implementation("attention with sinks (without cp), soft cap or dropout", scores)
     form = "_triton" if device == "cuda" and find_spec("triton") is not None else ", in torch"
     yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")
     yield Implementation("permutation of tokens by expert", f"{_KERNELS}.permute{form}")

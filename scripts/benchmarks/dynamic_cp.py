@@ -28,8 +28,10 @@ from engine_variants.shape import GROUPS, HEAD_DIM, HIDDEN, LAYERS, Work
 
 from megalaunch.data.samples.sample import Sample, positions_within
 from megalaunch.engine.mesh import Axis, make_mesh
+from megalaunch.engine.model.attention.block_mask import make_block_mask
+from megalaunch.engine.model.attention.documents import document_lengths
 from megalaunch.engine.parallel import dynamic_context_parallel
-from megalaunch.engine.parallel.context_parallel import cp_positions
+from megalaunch.engine.parallel.context_parallel import cp_positions, head_tail_runs
 from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import StepBatch, collate, shard_for_context_parallel
@@ -108,6 +110,7 @@ def counted(way: str, row: Sample, ranks: int) -> Counted:
     tokens, key = len(row.tokens) - 1, 2 * GROUPS * HEAD_DIM * NUMBER
     assert row.positions is not None
     seen = row.positions + 1
+    lengths = document_lengths(torch.from_numpy(np.asarray(row.document_ids))[None])
     if way in FIXED:
         works = [int(seen[cp_positions(tokens, Axis("cp", ranks, rank)).numpy()].sum()) for rank in range(ranks)]
         each = (ranks - 1) * tokens * key
@@ -115,10 +118,12 @@ def counted(way: str, row: Sample, ranks: int) -> Counted:
             "p2p": 2 * each + ranks * tokens * key,  # keys in both passes, their gradients a full turn
             "allgather": 2 * each,
         }
-        computed = tokens * tokens
+        shards = [head_tail_runs(tokens, ranks, rank) for rank in range(ranks)]
+        keys = shards if way == "p2p" else [(range(tokens),)]
+        masks = [make_block_mask(own, each, None, (lengths,)) for own in shards for each in keys]
+        computed = sum(block.multiplied_pairs() for mask in masks for block in mask.blocks)
         return Counted(moved[way], max(works) * ranks / sum(works), computed / sum(works))
-    documents = torch.from_numpy(np.asarray(row.document_ids))[None]
-    dealt = dealing(way)(dynamic_context_parallel.document_lengths(documents), ranks)
+    dealt = dealing(way)(lengths, ranks)
     works = [dealt.attention_work(rank) for rank in range(ranks)]
     return Counted(2 * dealt.cost[1] * key, max(works) * ranks / sum(works), 1.0)
 

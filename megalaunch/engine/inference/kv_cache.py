@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.engine.model.attention.core import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod, attention, causal_attention
+from megalaunch.engine.model.attention.core import causal_attention
 from megalaunch.engine.model.attention.mask import from_mask
+from megalaunch.engine.model.attention.online_softmax import attention
+from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 
 
 class LayerKVCache:

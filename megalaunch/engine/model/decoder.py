@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megalaunch.engine.autograd import apply_tuple_function
 from megalaunch.engine.model.attention.attention import KVCache
-from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism, softcap
+from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
+from megalaunch.engine.model.attention.score_mod import AttentionFn, softcap
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.dropout import DropoutMasks, make_dropout_masks, maybe_dropout, no_dropout

@@ -10,8 +10,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.attention import Attention, LayerKVCache
-from megalaunch.engine.model.attention.core import AttentionFn
 from megalaunch.engine.model.attention.latent_attention import LatentAttention
+from megalaunch.engine.model.attention.score_mod import AttentionFn
 from megalaunch.engine.model.config import DecoderConfig, LayerConfig
 from megalaunch.engine.model.dropout import NO_DROPOUT, LayerDropoutMasks, maybe_dropout
 from megalaunch.engine.model.layers import Norm, SavePolicy, save_activations

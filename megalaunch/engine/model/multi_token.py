@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.attention.core import AttentionFn
+from megalaunch.engine.model.attention.score_mod import AttentionFn
 from megalaunch.engine.model.config import DecoderConfig, LayerConfig
 from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.dropout import LayerDropoutMasks

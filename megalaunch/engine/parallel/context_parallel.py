@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +25,18 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
-from megalaunch.engine.model.attention.core import (
-    DEFAULT_SCORE_MOD,
-    AttentionFn,
-    ScoreMod,
-    causal_attention,
-    masked_attention,
-)
-from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
+from megalaunch.engine.model.attention.block_attention import blockwise_attention
+from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
+from megalaunch.engine.model.attention.core import NO_CP
+from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
+from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.schema.parallel import ContextCommType, ParallelSpec
 
 _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
+
+Documents = tuple[tuple[int, ...], ...]
+"""The lengths of the documents of each row."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,23 @@ class ContextParallel:
     """Context parallelism of one rank (`ContextParallelism`).
 
     `exchanges` holds one communication type (`parallel.cp_comm_type`) for all layers, or one per layer. `levels` are
-    the inner axis (neighbouring ranks) and the outer axis of a2a+p2p.
+    the inner axis (neighbouring ranks) and the outer axis of a2a+p2p. `lengths` reads document ids; fake tensors need
+    another function.
     """
 
     axis: Axis
     exchanges: tuple[ContextCommType, ...]
     levels: tuple[Axis, Axis] | None = None
+    lengths: DocumentLengths = document_lengths
 
     @classmethod
-    def build(cls, parallel: ParallelSpec, mesh: Mesh, mtp_depths: int = 0) -> ContextParallel:
+    def build(
+        cls, parallel: ParallelSpec, mesh: Mesh, mtp_depths: int = 0, lengths: DocumentLengths = document_lengths
+    ) -> ContextParallel:
         """Build from the parallel section of a spec. MTP depths communicate as the last layer does."""
         chosen = parallel.cp_comm_type
         exchanges = (*chosen, *chosen[-1:] * mtp_depths) if isinstance(chosen, tuple) else (chosen,)
-        return cls(mesh.cp, exchanges, mesh.cp_hierarchy)
+        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths)
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""
@@ -72,45 +75,63 @@ class ContextParallel:
             num_tokens: s, the tokens of this rank in a row.
             documents_Bs: document ids of this rank's tokens, all-gathered over cp here; None: one document a sample.
             windows: the sliding window of each layer; None: all tokens.
-            device: the device of queries, keys and masks.
+            device: the device of queries and keys.
         """
-        everyone = None if documents_Bs is None else all_gather_async(documents_Bs, 1, self.axis).wait()
-        order = _all_positions(num_tokens * self.axis.size, self.axis, device)
+        length = num_tokens * self.axis.size
+        documents_BS = None if documents_Bs is None else _gather_tokens(documents_Bs, 1, self.axis)
+        documents = None if documents_BS is None else documents_by_row(documents_BS, self.lengths)
         exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
         kinds = list(zip(exchanges, windows, strict=True))
-        made = {kind: self._attend(kind[0], order, everyone, kind[1]) for kind in set(kinds)}
+        made: dict[tuple[ContextCommType, int | None], AttentionFn] = {}
+        for way, window in set(kinds):
+            if way == "a2a":
+                (local_attend,) = NO_CP.make_attention(length, documents_BS, (window,), device)
+                attend = _ulysses_attention(self.axis, local_attend)
+            elif way == "a2a+p2p":
+                assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
+                inner, outer = self.levels
+                attend = _ulysses_attention(inner, _ring_attention(outer, length, documents, window))
+            else:
+                attend = _ATTENTION_BY_COMM_TYPE[way](self.axis, length, documents, window)
+            made[way, window] = attend
         return [made[kind] for kind in kinds]
-
-    def _attend(self, way: ContextCommType, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
-        if way != "a2a+p2p":
-            return _ATTENTION_BY_COMM_TYPE[way](self.axis, order, everyone, window)
-        assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
-        return _hierarchical_attention(*self.levels, order, everyone, window)
 
 
 def cp_positions(length: int, axis: Axis, device: torch.device | None = None) -> Tensor:
     """Return this rank's position ids in a sample of `length` tokens: chunk r, then chunk 2 cp - 1 - r."""
-    if axis.size == 1:
-        return torch.arange(length, device=device)
-    chunks = torch.arange(length, device=device).chunk(2 * axis.size)
-    return torch.cat((chunks[axis.rank], chunks[2 * axis.size - 1 - axis.rank]))
+    return positions_of(head_tail_runs(length, axis.size, axis.rank), device)
 
 
-def _all_positions(length: int, axis: Axis, device: torch.device) -> Tensor:
-    """Return the position ids of all ranks' tokens, in rank order, [S]."""
-    return torch.cat([cp_positions(length, Axis(axis.name, axis.size, rank), device) for rank in range(axis.size)])
+def head_tail_runs(length: int, ranks: int, rank: int) -> Runs:
+    """Return the tokens of a rank in a sample of `length` tokens: its chunk in the first half, and in the second."""
+    if ranks == 1:
+        return (range(length),)
+    chunk = length // (2 * ranks)
+    late = 2 * ranks - 1 - rank
+    return range(rank * chunk, (rank + 1) * chunk), range(late * chunk, (late + 1) * chunk)
 
 
-def _local_mask(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionMask:
-    """Return the attention mask of this rank's queries over the keys of all ranks, in rank order."""
-    num_tokens = len(order) // axis.size
-    here = slice(axis.rank * num_tokens, (axis.rank + 1) * num_tokens)
-    return make_mask(order[here], order, None if everyone is None else everyone[:, here], everyone, window)
+def _join_ranks(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate the tokens of all ranks in the order of positions."""
+    halves = [part.chunk(2, dim=dim) for part in parts]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim=dim)
 
 
-def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
+def _split_ranks(x: Tensor, dim: int, ranks: int) -> list[Tensor]:
+    """Return the tokens of each rank: the inverse of `_join_ranks`."""
+    chunks = x.chunk(2 * ranks, dim=dim)
+    return [torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim=dim) for rank in range(ranks)]
+
+
+def _gather_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """All-gather the ranks' tokens along `dim`, in the order of positions."""
+    return _join_ranks(all_gather_async(x, 0, axis).wait().chunk(axis.size), dim)
+
+
+def _all_gather_attention(axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
     """allgather: all-gather K and V; reduce-scatter their gradients (Llama 3)."""
-    attend_all = masked_attention(_local_mask(axis, order, everyone, window))
+    tokens = head_tail_runs(length, axis.size, axis.rank)
+    attend_all = blockwise_attention(make_block_mask(tokens, (range(length),), window, documents))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         gathered = apply_function(_AllGather, torch.cat((k_BGsD, v_BGsD), dim=-1), axis)
@@ -120,11 +141,10 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
     return attend
 
 
-def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
-    """p2p: ring attention, with one block of the attention mask per rank that owns keys."""
-    local_mask = _local_mask(axis, order, everyone, window)
-    parts = zip(local_mask.k_positions.chunk(axis.size), local_mask.allowed.chunk(axis.size, dim=-1), strict=True)
-    masks = tuple(AttentionMask(local_mask.q_positions, positions, mask) for positions, mask in parts)
+def _ring_attention(axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
+    """p2p: ring attention, with one mask per rank that owns keys."""
+    tokens = [head_tail_runs(length, axis.size, rank) for rank in range(axis.size)]
+    masks = tuple(make_block_mask(tokens[axis.rank], keys, window, documents) for keys in tokens)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         return apply_function(RingAttention, q_BNsD, k_BGsD, v_BGsD, masks, axis, scoring, scoring.sinks)
@@ -132,47 +152,23 @@ def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: 
     return attend
 
 
-def _ulysses_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
-    """a2a: all-to-all from token shards to head shards; attend over all S tokens with N / cp heads (DeepSpeed-Ulysses).
+def _ulysses_attention(axis: Axis, local_attend: AttentionFn) -> AttentionFn:
+    """a2a: all-to-all from token shards to head shards; attend with N / cp heads (DeepSpeed-Ulysses).
 
-    Tokens arrive in rank order. They are put into their natural order for attention, so that without documents the
-    plain causal kernel applies, and back into rank order before the all-to-all of the output.
+    Tokens arrive in the order of positions. a2a+p2p (LoongTrain): all-to-all over the inner axis, ring attention over
+    the outer axis. The ranks of an outer group then hold the same heads, and of the tokens each an early and a late
+    chunk, as in a ring of all ranks.
     """
-    natural = order.argsort()
-    local_attend: AttentionFn = partial(causal_attention, window=window)
-    if everyone is not None:
-        documents = everyone[:, natural]
-        positions = torch.arange(len(order), device=order.device)
-        local_attend = masked_attention(make_mask(positions, positions, documents, documents, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         heads = (q_BNsD, *(_repeat_kv_to(x, axis.size) for x in (k_BGsD, v_BGsD)))
-        q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, natural] for x in heads)
-        out_BnSD = local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.shard_heads(axis.rank, axis.size))
-        return _to_tokens(out_BnSD[:, :, order], axis)
+        q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis) for x in heads)
+        return _to_tokens(local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.shard_heads(axis.rank, axis.size)), axis)
 
     return attend
 
 
-def _hierarchical_attention(
-    inner: Axis, outer: Axis, order: Tensor, everyone: Tensor | None, window: int | None
-) -> AttentionFn:
-    """a2a+p2p: all-to-all over the inner axis, ring attention over the outer axis (LoongTrain).
-
-    After the all-to-all the ranks of one outer group hold the same heads and different tokens: they form the ring.
-    """
-    ring = _ring_attention(outer, order, everyone, window)
-
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        heads = (q_BNsD, *(_repeat_kv_to(x, inner.size) for x in (k_BGsD, v_BGsD)))
-        q_BntD, k_BgtD, v_BgtD = (_to_heads(x, inner) for x in heads)  # t: tokens of all ranks of the inner axis
-        out_BntD = ring(q_BntD, k_BgtD, v_BgtD, scoring.shard_heads(inner.rank, inner.size))
-        return _to_tokens(out_BntD, inner)
-
-    return attend
-
-
-_ATTENTION_BY_COMM_TYPE = {"allgather": _all_gather_attention, "a2a": _ulysses_attention, "p2p": _ring_attention}
+_ATTENTION_BY_COMM_TYPE = {"allgather": _all_gather_attention, "p2p": _ring_attention}
 
 
 def _repeat_kv_to(x_BGsD: Tensor, ranks: int) -> Tensor:
@@ -182,30 +178,29 @@ def _repeat_kv_to(x_BGsD: Tensor, ranks: int) -> Tensor:
 
 
 def _to_heads(x_BNsD: Tensor, axis: Axis) -> Tensor:
-    """All-to-all from token shards to head shards: [B, N, s, D] -> [B, n, S, D], tokens in rank order."""
+    """All-to-all from token shards to head shards: [B, N, s, D] -> [B, n, S, D], tokens in the order of positions."""
     parts = torch.stack(x_BNsD.chunk(axis.size, dim=1))  # [cp, B, n, s, D]: part i has the heads of rank i
-    found = apply_function(_AllToAll, parts, axis)
-    return torch.cat(found.unbind(), dim=_SEQUENCE)
+    return _join_ranks(apply_function(_AllToAll, parts, axis).unbind(), _SEQUENCE)
 
 
 def _to_tokens(x_BnSD: Tensor, axis: Axis) -> Tensor:
-    """All-to-all from head shards to token shards: [B, n, S, D], tokens in rank order -> [B, N, s, D]."""
-    parts = torch.stack(x_BnSD.chunk(axis.size, dim=_SEQUENCE))  # [cp, B, n, s, D]: part i has the tokens of rank i
-    found = apply_function(_AllToAll, parts, axis)
-    return torch.cat(found.unbind(), dim=1)
+    """All-to-all from head shards to token shards: [B, n, S, D], in the order of positions -> [B, N, s, D]."""
+    parts = torch.stack(_split_ranks(x_BnSD, _SEQUENCE, axis.size))  # [cp, B, n, s, D]: part i has tokens of rank i
+    return torch.cat(apply_function(_AllToAll, parts, axis).unbind(), dim=1)
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather of K and V along S, [B, G, s, F] -> [B, G, S, F]; backward: reduce-scatter of the gradients."""
+    """All-gather of K and V, [B, G, s, F] -> [B, G, S, F] in the order of positions; backward: reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return all_gather_async(parts, _SEQUENCE, axis).wait()
+        return _gather_tokens(parts, _SEQUENCE, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_async(gradients[0], _SEQUENCE, ctx.axis).wait(), None
+        parts = torch.cat(_split_ranks(gradients[0], _SEQUENCE, ctx.axis.size))
+        return reduce_scatter_async(parts, 0, ctx.axis).wait(), None
 
 
 class _AllToAll(torch.autograd.Function):

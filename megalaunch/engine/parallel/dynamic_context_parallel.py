@@ -14,7 +14,7 @@ Shapes as in model/attention/core.py; c = B s: this rank's tokens with its rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,14 +26,12 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import AsyncCollective, all_to_all_v_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.attention.core import (
-    DEFAULT_SCORE_MOD,
-    AttentionFn,
-    ScoreMod,
-    causal_attention,
-    masked_attention,
-)
+from megalaunch.engine.model.attention.block_attention import blockwise_attention
+from megalaunch.engine.model.attention.block_mask import make_block_mask
+from megalaunch.engine.model.attention.core import causal_attention, masked_attention
+from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.attention.mask import make_mask
+from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.document_partition import DocumentChunk, DocumentPartition, Flat, partition_documents
 
 # Whole documents of together at most this many tokens share one masked attention call: launching a call for fewer
@@ -42,17 +40,6 @@ _BUNDLE = 256
 
 AttentionCalls = Sequence[tuple[int, int, AttentionFn]]
 """The attention calls of a rank, in order: number of queries, number of keys, and the function."""
-
-
-def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
-    """Return the lengths of the documents, row after row; a document is a run of equal ids in a row."""
-    rows = documents_BS.cpu().numpy()
-    ends = [np.flatnonzero(np.diff(row, append=row[-1] + 1)) + 1 for row in rows]
-    return tuple(int(length) for row in ends for length in np.diff(row, prepend=0))
-
-
-DocumentLengths = Callable[[Tensor], tuple[int, ...]]
-"""Takes document ids [B, S]; returns the lengths of the documents, as `document_lengths` does."""
 
 
 def local_token_indices(documents_BS: Tensor, axis: Axis, lengths: DocumentLengths = document_lengths) -> Tensor:
@@ -135,7 +122,7 @@ def _attention(
 ) -> AttentionFn:
     chunks = partition.ranks[axis.rank]
     full = _full_document_attention([p.num_tokens for p in chunks if partition.is_full_document(p)], window, device)
-    split = [_split_document_attention(p, window, device) for p in chunks if not partition.is_full_document(p)]
+    split = [_split_document_attention(p, window) for p in chunks if not partition.is_full_document(p)]
     send_indices, key_indices = (
         torch.from_numpy(numbers).to(device) for numbers in (plan.send_indices, plan.key_indices)
     )
@@ -202,18 +189,12 @@ def _group_short_documents(lengths: Sequence[int]) -> list[list[int]]:
     return bundles
 
 
-def _split_document_attention(
-    chunk: DocumentChunk, window: int | None, device: torch.device
-) -> tuple[int, int, AttentionFn]:
+def _split_document_attention(chunk: DocumentChunk, window: int | None) -> tuple[int, int, AttentionFn]:
     """Return the attention call of a chunk's queries over the keys of its document up to the chunk's end."""
     if chunk.start == 0:
         return chunk.num_tokens, chunk.stop, partial(causal_attention, window=window)
-    positions = torch.arange(chunk.stop, device=device)
-    return (
-        chunk.num_tokens,
-        chunk.stop,
-        masked_attention(make_mask(positions[chunk.start :], positions, None, None, window)),
-    )
+    mask = make_block_mask((range(chunk.start, chunk.stop),), (range(chunk.stop),), window)
+    return chunk.num_tokens, chunk.stop, blockwise_attention(mask)
 
 
 def _flatten_batch(x_BNsD: Tensor) -> Tensor:

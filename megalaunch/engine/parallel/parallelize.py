@@ -10,6 +10,7 @@ from torch import Tensor
 from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
+from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
@@ -21,11 +22,7 @@ from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
 from megalaunch.engine.parallel.activation_offload import Offload, apply_offload, offload_tensor
 from megalaunch.engine.parallel.compile import compile_layers
 from megalaunch.engine.parallel.context_parallel import ContextParallel
-from megalaunch.engine.parallel.dynamic_context_parallel import (
-    DocumentLengths,
-    DynamicContextParallel,
-    document_lengths,
-)
+from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding, embedding_copy_ranks
 from megalaunch.engine.parallel.expert_parallel import (
     AllGatherDispatcher,
@@ -49,7 +46,7 @@ class TensorReaders:
     """The functions of a parallelized model that need values or device memory; a simulation has fake tensors instead.
 
     Attributes:
-        document_lengths: Reads document ids, under dynamic context parallelism.
+        document_lengths: Reads document ids, under context parallelism.
         offload: Copies an activation to host memory.
         row_counts: Reads how many rows an expert-parallel rank sends and receives.
     """
@@ -108,7 +105,7 @@ def parallelize_decoder(
         apply_recompute(part, spec.recompute, observer)
         apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
         if spec.train.compile:
-            compile_layers(part)
+            compile_layers(part, eager_attention=mesh.cp.size > 1)
         precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)
         apply_fsdp(part, mesh, spec.parallel, precision, reduce)
         parts.append(part)
@@ -172,7 +169,7 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
         return NO_CP
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
-    return ContextParallel.build(spec.parallel, mesh, spec.model.mtp.num_layers)
+    return ContextParallel.build(spec.parallel, mesh, spec.model.mtp.num_layers, readers.document_lengths)
 
 
 def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> TokenDispatcher | None:

@@ -1,7 +1,7 @@
 """Ring attention over the cp axis: ranks send keys and values round a ring while they compute attention blocks.
 
-Liu et al. 2023. At turn t rank r holds the keys and values of rank j = (r - t) mod cp, which are one block of
-model/attention/core.py. It sends them to rank r + 1 while it computes with them.
+Liu et al. 2023. At turn t rank r holds the keys and values of rank j = (r - t) mod cp, and computes the blocks of its
+queries with them (model/attention/block_mask.py). It sends them to rank r + 1 while it computes with them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import ring_shift_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.attention.core import (
-    BlockwiseBackward,
-    OnlineSoftmax,
-    ScoreMod,
-    repeat_kv,
-    sum_over_kv_group,
-)
-from megalaunch.engine.model.attention.mask import AttentionMask
+from megalaunch.engine.model.attention.block_attention import add_blocks, add_gradients
+from megalaunch.engine.model.attention.block_kernels import BlockInputs
+from megalaunch.engine.model.attention.block_mask import BlockMask
+from megalaunch.engine.model.attention.online_softmax import BlockwiseBackward, OnlineSoftmax
+from megalaunch.engine.model.attention.score_mod import ScoreMod
 
 
 class RingAttention(torch.autograd.Function):
@@ -30,7 +27,8 @@ class RingAttention(torch.autograd.Function):
     Forward:   lse_r = log sum_j sum exp(q_r k_j^T),  out_r = sum_j exp(q_r k_j^T - lse_r) v_j  (online softmax, fp32)
     Backward:  dq_r = sum_j dq_rj,  dk_j = sum_r dk_rj,  dv_j = sum_r dv_rj
 
-    with mask, scale and score modification applied to q k^T. Both passes make cp turns; the send/recv of the next keys
+    with mask, scale and score modification applied to q k^T. Each out_rj has a fused kernel where there is one
+    (model/attention/block_kernels.py). Both passes make cp turns; the send/recv of the next keys
     and values overlaps with the block of the current ones. Only q_r, k_r, v_r, out_r and lse_r are saved for backward:
     backward sends the keys and values round again and recomputes the scores. The partial sums dk_j and dv_j (fp32)
     move with k_j and v_j. Their send/recv waits for the block, which adds to them, and after cp shifts they are
@@ -46,7 +44,7 @@ class RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        masks: tuple[AttentionMask, ...],
+        masks: tuple[BlockMask, ...],
         axis: Axis,
         scoring: ScoreMod,
         sinks: Tensor | None,
@@ -56,8 +54,7 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            keys, values = (repeat_kv(x, q) for x in _unpack(kv_block, shapes))
-            merged.add(q, keys, values, masks[_owner(axis, turn)], scoring)
+            add_blocks(merged, BlockInputs(q, *_unpack(kv_block, shapes), masks[_owner(axis, turn)], scoring))
             kv_block = coming.wait() if coming else kv_block
         out = merged.output.to(q.dtype)
         ctx.axis, ctx.scoring, ctx.masks, ctx.shapes = axis, scoring, masks, shapes
@@ -67,22 +64,18 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, log_sum, sinks = ctx.saved_tensors
-        axis, backward = ctx.axis, BlockwiseBackward.start(out, gradients[0], log_sum)
-        groups = ctx.shapes[0][1]
+        axis, shared = ctx.axis, BlockwiseBackward(out, gradients[0], log_sum)
         dq = torch.zeros_like(q, dtype=torch.float32)
         kv_block, dkv_block = kv, torch.zeros_like(kv, dtype=torch.float32)
         for turn in range(axis.size):
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            keys, values = (repeat_kv(x, q) for x in _unpack(kv_block, ctx.shapes))
-            more_dq, *more = backward.block(q, keys, values, ctx.masks[_owner(axis, turn)], ctx.scoring)
-            dq += more_dq
-            dkv_block = dkv_block + torch.cat([sum_over_kv_group(gradient, groups).flatten() for gradient in more])
-            del more_dq, more
+            inputs = BlockInputs(q, *_unpack(kv_block, ctx.shapes), ctx.masks[_owner(axis, turn)], ctx.scoring)
+            add_gradients(inputs, shared, dq, *_unpack(dkv_block, ctx.shapes))
             # In the last turn too: this shift returns the sums to the rank that owns the keys.
             dkv_block = ring_shift_async(dkv_block, axis).wait()
             kv_block = coming.wait() if coming else kv_block
         dk, dv = _unpack(dkv_block.to(kv.dtype), ctx.shapes)
-        return dq.to(q.dtype), dk, dv, None, None, None, backward.sinks(sinks)
+        return dq.to(q.dtype), dk, dv, None, None, None, shared.sinks(sinks)
 
 
 def _unpack(kv: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
-from megalaunch.kernels.overrides import KernelOverrides, RowKernels
+from megalaunch.kernels.overrides import BlockKernel, KernelOverrides, RowKernels
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
@@ -72,22 +72,40 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        batch, heads, queries, _ = q.shape
-        out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
+        out, log_sum = _flash_forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, log_sum, mask)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, log_sum, _ = ctx.saved_tensors
-        dout = gradients[0].contiguous()
-        dq_sum, share = torch.empty_like(q, dtype=torch.float32), torch.empty_like(log_sum)
-        dq = torch.empty_like(q)
-        dk, dv = (x.new_empty((*q.shape[:2], *x.shape[2:])) for x in (k, v))
-        del dout, dq_sum, share
-        if k.shape[1] != q.shape[1]:
-            dk, dv = torch.empty_like(k), torch.empty_like(v)
-        return dq, dk, dv, None
+        return *_flash_backward(q, k, v, gradients[0], log_sum), None
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output, token-major in memory, and the log-sum-exp."""
+    batch, heads, queries, _ = q.shape
+    out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _flash_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what the kernel does, and return the gradients."""
+    dout = dout.contiguous()
+    dq_sum, share = torch.empty_like(q, dtype=torch.float32), torch.empty_like(log_sum)
+    dq = torch.empty_like(q)
+    dk, dv = (x.new_empty((*q.shape[:2], *x.shape[2:])) for x in (k, v))
+    del dout, dq_sum, share
+    if k.shape[1] != q.shape[1]:
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+    return dq, dk, dv
+
+
+_FLASH_BLOCK = BlockKernel(
+    supports=lambda q, head_dim: True,
+    forward=lambda q, k, v, causal, scale: _flash_forward(q, k, v),
+    backward=lambda q, k, v, out, dout, log_sum, causal, scale: _flash_backward(q, k, v, dout, log_sum),
+)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -143,6 +161,7 @@ GPU_KERNELS = replace(
     on_cpu=False,
     rms_norm=_rms_norm,
     attention=_attention,
+    block_attention=_FLASH_BLOCK,
     swiglu=_swiglu,
     row_kernels=RowKernels(_gather_rows, _sum_rows, _weigh_rows),  # kernels/permute_triton.py
 )

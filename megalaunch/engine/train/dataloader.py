@@ -16,8 +16,9 @@ from torch import Tensor
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample import Dataset, Sample
 from megalaunch.engine.mesh import Axis, Mesh
+from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.parallel.context_parallel import cp_positions
-from megalaunch.engine.parallel.dynamic_context_parallel import DocumentLengths, document_lengths, local_token_indices
+from megalaunch.engine.parallel.dynamic_context_parallel import local_token_indices
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.engine.train.multi_token import shift_tokens

@@ -26,6 +26,7 @@ class LayerDims:
         activation_bytes: bytes of an activation.
         matmul_input_bytes: bytes of a matmul's saved input, 1 for fp8.
         residual_bytes: bytes of the residual stream.
+        attention_output_copies: saved copies of attention's output; those of split documents are saved once more.
         num_heads: query heads.
         saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
         activation_gradients: gradients of inner values allocated at once in its backward.
@@ -38,7 +39,7 @@ class LayerDims:
         dropout_mask_bytes: bytes that dropout saves for a block's output.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
         mask_keys: columns of a saved attention mask.
-        score_buffer_bytes: bytes of the scores that ring attention, or one block of queries, works on.
+        score_buffer_bytes: bytes of the scores that attention without a fused kernel works on.
         saved_weight_keys: keys per query and head whose attention weights are saved on a CPU.
         sequence_shards: tensor-parallel ranks that shard the sequence.
     """
@@ -51,6 +52,7 @@ class LayerDims:
     key_width: float
     value_width: float
     attention_output_width: float
+    attention_output_copies: float
     num_heads: float
     ffn_width: float
     expert_ffn_width: float
@@ -145,6 +147,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         key_width=query if latent else groups * head_dim,
         value_width=value,
         attention_output_width=local_heads * mla.v_head_dim if latent else local_heads * head_dim,
+        attention_output_copies=1.5 if dtypes.dynamic_cp else 1.0,
         num_heads=local_heads,
         ffn_width=model.ffn_hidden_size / tp,
         expert_ffn_width=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
@@ -195,7 +198,7 @@ def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:
     An all-gather saves those of all cp ranks; an all-to-all repeats heads if there are fewer groups than ranks.
     """
     if dtypes.dynamic_cp:
-        return dtypes.cp + 0.5  # of both chunks of a document (_mask_keys)
+        return dtypes.cp + 0.5  # of both chunks of a document, each with the keys up to its end
     if dtypes.cp_comm_type == "allgather":
         return dtypes.cp
     return max(1.0, dtypes.cp / groups) if dtypes.cp_comm_type == "a2a" else 1.0
@@ -204,11 +207,11 @@ def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:
 def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups) -> float:
     """Return the columns of the saved attention mask, 0 without one.
 
-    With dynamic cp a rank has two chunks of a document, each with the keys up to its end.
+    Only attention over whole samples with documents has a mask: under cp, that of an all-to-all. The others compute
+    the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
     """
-    if _needs_score_mod(model) or not _saves_mask(dtypes):
-        return 0
-    return dtypes.sequence_length * (1 + 1 / (2 * dtypes.cp)) / 2 if dtypes.dynamic_cp else dtypes.sequence_length
+    whole = dtypes.cp == 1 or (dtypes.cp_comm_type == "a2a" and not dtypes.dynamic_cp)
+    return dtypes.sequence_length if dtypes.reset_attention_mask and whole and not _needs_score_mod(model) else 0
 
 
 def _score_bytes(
@@ -216,20 +219,18 @@ def _score_bytes(
 ) -> float:
     """Return the bytes of scores, in fp32, and of buffers as wide as the queries, where no fused kernel runs.
 
-    The buffers are queries, keys and values of every head, the output's gradient, and the gradients of all four. A ring
-    works on the keys of one rank at a time, other types on a block of queries. Logit softcapping saves a derivative,
-    dropout one byte per score.
+    The buffers are queries, keys and values of every head, the output's gradient, and the gradients of all four.
+    Attention works on a block of queries; a ring on the keys of one rank at a time. Logit softcapping saves a
+    derivative, dropout one byte per score.
     """
-    local_length = dtypes.sequence_length / dtypes.cp
-    if _is_ring(dtypes):
-        scores = heads * local_length
-    elif _needs_score_mod(model) and profile.query_block:
-        queries = dtypes.sequence_length if dtypes.cp_comm_type == "a2a" else local_length
-        scores = heads * min(profile.query_block / queries, 1.0) * dtypes.sequence_length
-    else:
+    if not (_needs_score_mod(model) and profile.query_block):
         return 0.0
+    local_length = dtypes.sequence_length / dtypes.cp
+    queries = dtypes.sequence_length if dtypes.cp_comm_type == "a2a" else local_length
+    keys = local_length if _is_ring(dtypes) else dtypes.sequence_length
+    scores = heads * min(profile.query_block / queries, 1.0) * keys
     modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
-    return profile.ring_score_copies * 4 * (scores + 4 * query) + modified * scores
+    return profile.score_copies * 4 * (scores + 4 * query) + modified * scores
 
 
 def _saved_weight_keys(
@@ -258,10 +259,3 @@ def _needs_score_mod(model: ModelSpec) -> bool:
 
 def _is_ring(dtypes: DtypesAndGroups) -> bool:
     return dtypes.cp > 1 and dtypes.cp_comm_type == "p2p"
-
-
-def _saves_mask(dtypes: DtypesAndGroups) -> bool:
-    """Return whether a mask is saved: not for purely causal attention, nor in a ring, which rebuilds it."""
-    if dtypes.cp > 1 and dtypes.cp_comm_type == "allgather":
-        return True
-    return dtypes.reset_attention_mask and not _is_ring(dtypes)

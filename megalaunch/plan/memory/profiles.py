@@ -32,11 +32,10 @@ class MemoryProfile:
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
         loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
         deferred_head_microbatches: microbatches whose gradients of logits are saved to defer the head's gradient.
-        saves_attention_mask: attention over all-gathered keys, or within documents, saves a mask in the dtype of
-            queries.
+        saves_attention_mask: attention over whole samples with documents saves a mask in the dtype of queries.
         p2p_buffers: a pipeline stage holds its output of each microbatch in flight until that one's backward, and one
             received and one sent gradient.
-        ring_score_copies: fp32 copies of scores in ring attention without a fused kernel.
+        score_copies: fp32 copies of scores in attention without a fused kernel.
         query_block: queries per block of attention without a fused kernel; 0: not by blocks.
         dropout_masks: each block's output saves a mask, one byte per value; else 4 bytes per token to regenerate it.
     """
@@ -57,7 +56,7 @@ class MemoryProfile:
     deferred_head_microbatches: int = 0
     pending_logit_bytes: float | None = None
     saves_attention_mask: bool = False
-    ring_score_copies: int = 0
+    score_copies: int = 0
     query_block: int = 0
     dropout_masks: bool = True
     p2p_buffers: bool = False
@@ -73,7 +72,7 @@ ENGINE = MemoryProfile(
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
     saves_attention_mask=True,
-    ring_score_copies=2,
+    score_copies=2,
     query_block=512,
     dropout_masks=False,
     p2p_buffers=True,

@@ -74,7 +74,8 @@ ATTENTION = (
     ),
     OpRow("logsumexp of each softmax, fp32", lambda d: 4 * d.num_heads, "tp", ("attention",)),
     OpRow(
-        "attention's output, input of the output projection", lambda d: d.matmul_input_bytes * d.attention_output_width
+        "attention's output, input of the output projection",
+        lambda d: d.matmul_input_bytes * d.attention_output_width * d.attention_output_copies,
     ),
     OpRow(
         "attention's output in 16 bits, in addition to the fp8 input",
@@ -283,8 +284,8 @@ def _backward_peak(d: LayerDims) -> float:
     """Return the peak of gradients during the backward of one layer, in addition to its saved activations.
 
     The peak is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of
-    its activation; the inner values themselves are freed by then. Ring attention allocates its scores after the block's
-    values are freed.
+    its activation; the inner values themselves are freed by then. Scores are allocated after the block's values
+    are freed.
     """
     if d.experts:
         routed = d.experts_per_token * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
@@ -296,8 +297,8 @@ def _backward_peak(d: LayerDims) -> float:
         inner = d.activation_gradients * d.ffn_width
         freed = (d.saved_activation_inputs + 1) * d.ffn_width
     stream = d.hidden_size / d.sequence_shards + d.hidden_size
-    ring_attention = d.score_buffer_bytes - d.activation_bytes * (d.hidden_size / d.sequence_shards + freed)
-    return max(d.activation_bytes * (stream + inner), ring_attention)
+    attention = d.score_buffer_bytes - d.activation_bytes * (d.hidden_size / d.sequence_shards + freed)
+    return max(d.activation_bytes * (stream + inner), attention)
 
 
 def _sequence_shards(row: OpRow, dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:

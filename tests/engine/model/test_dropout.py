@@ -9,9 +9,10 @@ import pytest
 import torch
 from tiny_run import tiny_decoder
 
-from megalaunch.engine.model.attention import core
-from megalaunch.engine.model.attention.core import ScoreMod, attention, softcap
+from megalaunch.engine.model.attention import online_softmax
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
+from megalaunch.engine.model.attention.online_softmax import attention
+from megalaunch.engine.model.attention.score_mod import ScoreMod, softcap
 from megalaunch.engine.model.dropout import DropoutMask, hash_ids, keep_mask, make_dropout_masks, mix_seed, sample_seeds
 from megalaunch.engine.model.tp_region import NO_TP
 
@@ -92,7 +93,7 @@ def naive(q, k, v, attention_mask: AttentionMask, scoring: ScoreMod) -> torch.Te
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 @pytest.mark.parametrize("seen", ["causal", "window", "documents"])
 def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
-    monkeypatch.setattr(core, "_QUERIES", 5)
+    monkeypatch.setattr(online_softmax, "QUERIES", 5)
     draw = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, n, 13, 8, generator=draw) for n in (4, 2, 2, 4))
     positions = torch.arange(13)

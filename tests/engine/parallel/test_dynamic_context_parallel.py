@@ -15,7 +15,8 @@ from slow_cases import slow_but
 
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model.attention.core import DEFAULT_SCORE_MOD, NO_CP, ScoreMod
+from megalaunch.engine.model.attention.core import NO_CP
+from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel, local_token_indices
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.attention.core import AttentionFn, ScoreMod
+from megalaunch.engine.model.attention.score_mod import AttentionFn, ScoreMod
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
 from megalaunch.engine.model.layers import Norm, SavePolicy, ShardedRMSNorm, save_activations
 from megalaunch.engine.model.linear import Linear

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.attention.attention import LayerKVCache, SelfAttention
-from megalaunch.engine.model.attention.core import AttentionFn
+from megalaunch.engine.model.attention.score_mod import AttentionFn
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
 from megalaunch.engine.model.layers import Norm, SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
