@@ -90,6 +90,7 @@ ENGINE_FLOORS = (
     ("weight_maps", "parallel"),
     ("parallel.parallelize",),
     ("checkpoint",),
+    ("optimizer",),
     ("train", "inference"),
     ("run_rank", "simulate", "inference.perplexity"),
     ("inference.jobs", "lm_eval_adapter"),

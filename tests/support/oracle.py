@@ -28,11 +28,11 @@ from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, build_run_spec

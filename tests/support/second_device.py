@@ -27,13 +27,13 @@ from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.fake_world import FakeScalarMode
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.train.loss import LinearCrossEntropy
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.activation_offload import offload_tensor
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_schedule import StageActivations
@@ -31,7 +32,6 @@ from megalaunch.engine.simulate.step import (
 )
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.kernels.overrides import override_kernels
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.simulate.memory_tracker import MemoryTracker
 from megalaunch.engine.torch_private import fsdp_unsharded_grads
-from megalaunch.engine.train.optimizer import Optimizer
 
 
 @dataclass(frozen=True)

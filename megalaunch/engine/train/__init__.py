@@ -1,1 +1,1 @@
-"""The training loop: data loading, forward and backward, gradient reduction, optimizer step, checkpoints, logs."""
+"""The training loop: data loading, forward and backward, gradient reduction, checkpoints, logs."""

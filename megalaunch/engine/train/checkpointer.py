@@ -24,9 +24,9 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.store import load_checkpoint, prune_checkpoints, read_document, save_checkpoint
 from megalaunch.engine.model.decoder import strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.expert_load import router_states
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger

@@ -23,6 +23,8 @@ from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
+from megalaunch.engine.optimizer.learning_rate import learning_rate
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.loss_scale import UpdateState
@@ -31,8 +33,6 @@ from megalaunch.engine.train.dataloader import StepBatch
 from megalaunch.engine.train.expert_load import first_non_finite_router, take_expert_sums, update_routers
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
-from megalaunch.engine.train.learning_rate import learning_rate
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec

@@ -22,6 +22,7 @@ from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.measure.step_profiler import StepProfiler
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
 from megalaunch.engine.run_end import RankError, RunEnd
@@ -35,7 +36,6 @@ from megalaunch.engine.train.checkpointer import (
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger

@@ -31,10 +31,10 @@ from engine_variants.shape import (
 )
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.engine.worker_setup import tune_malloc
 from megalaunch.plan.topology import Topology

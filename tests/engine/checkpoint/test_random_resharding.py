@@ -21,13 +21,13 @@ from random_layouts import Layout, name_of, random_layouts, ranks_of, smallest_s
 from megalaunch.engine.checkpoint.async_save import PinnedStaging
 from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
 from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.grads import finalize_grads
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index

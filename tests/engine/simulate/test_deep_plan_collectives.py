@@ -12,13 +12,13 @@ from oracle import small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
 from megalaunch.engine.simulate.comm_tracker import CommTracker
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.step import make_batch, make_observed_step
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 

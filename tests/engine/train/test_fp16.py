@@ -18,11 +18,11 @@ from slow_cases import slow_but
 from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import StepResult, TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.paths import RunDirectory

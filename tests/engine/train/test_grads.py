@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.train.grads import clip_divisor, local_grad_norm_sq
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.schema.optimizer import OptimizerSpec
 from megalaunch.schema.precision import PrecisionSpec
 

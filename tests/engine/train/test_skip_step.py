@@ -9,10 +9,10 @@ from oracle import STEPS, WARMUP, RandomSamples, small_spec
 
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, with_values

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalaunch.data.errors import DataError
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
-from megalaunch.engine.train.optimizer import Optimizer
 from megalaunch.engine.train.rank_sync import StepReduction, reduce_step_stats, sync_stop_signal
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.muon import Muon
+from megalaunch.engine.optimizer.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.engine.precision.policy import compute_dtype, moment_dtype
-from megalaunch.engine.train.muon import Muon
-from megalaunch.engine.train.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.schema.optimizer import OptimizerSpec
 from megalaunch.schema.precision import PrecisionSpec
 

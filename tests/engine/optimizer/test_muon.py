@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalaunch.engine.dtensor import to_local_no_grad
-from megalaunch.engine.train.muon import Muon
-from megalaunch.engine.train.sharded_matrix import gather_matrices, list_matrices, scatter_matrices
-from megalaunch.engine.train.update_rules import ParameterState, Update
+from megalaunch.engine.optimizer.muon import Muon
+from megalaunch.engine.optimizer.sharded_matrix import gather_matrices, list_matrices, scatter_matrices
+from megalaunch.engine.optimizer.update_rules import ParameterState, Update
 from megalaunch.schema.optimizer import OptimizerSpec
 
 

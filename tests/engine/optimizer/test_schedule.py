@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalaunch.engine.train.learning_rate import learning_rate
+from megalaunch.engine.optimizer.learning_rate import learning_rate
 from megalaunch.schema.schedule import ScheduleSpec
 
 STEPS = (5, 10, 55, 90, 100, 101)

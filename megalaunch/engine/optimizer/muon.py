@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.train.sharded_matrix import ShardedMatrix, gather_matrices, list_matrices, scatter_matrices
-from megalaunch.engine.train.update_rules import Update, decay_weights
+from megalaunch.engine.optimizer.sharded_matrix import ShardedMatrix, gather_matrices, list_matrices, scatter_matrices
+from megalaunch.engine.optimizer.update_rules import Update, decay_weights
 from megalaunch.schema.optimizer import OptimizerSpec
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
