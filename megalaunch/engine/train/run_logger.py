@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -88,7 +89,7 @@ class RunLogger:
         line: dict[str, object] = {
             "step": step,
             "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,  # JSON has no infinity
             "learning_rate": result.learning_rate,
             "tokens": total_tokens,
             "tokens_per_second": result.tokens / seconds,

@@ -82,8 +82,9 @@ class Rehearsal:
     def _train(self, line: PhaseLine) -> str:
         metrics = self._train_in("train", self.spec, line)
         losses = [record["loss"] for record in metrics]
-        grad_norm = metrics[-1]["grad_norm"]
-        return f"{len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, gradient norm {grad_norm:.3g}"
+        grad_norm = metrics[-1]["grad_norm"]  # null: a skipped step
+        norm = "" if grad_norm is None else f", gradient norm {grad_norm:.3g}"
+        return f"{len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}{norm}"
 
     def _resume(self, line: PhaseLine) -> str:
         self._copy_checkpoint("resume")
@@ -149,11 +150,18 @@ class Rehearsal:
         largest = 0.0
         for one, other in zip(expected, again, strict=True):
             for key, tolerance in (("loss", loss_tolerance), ("grad_norm", norm_tolerance)):
-                if abs(one[key] - other[key]) > tolerance * abs(one[key]):
+                if not _are_close(one[key], other[key], tolerance):
                     reason = f"step {one['step']} has {key} {other[key]!r} after the resume, {one[key]!r} without it"
                     raise PhaseFailed(name, [reason], ExitCode.CHECKPOINT)
             largest = max(largest, abs(one["loss"] - other["loss"]))
         return largest
+
+
+def _are_close(one: float | None, other: float | None, tolerance: float) -> bool:
+    """Compare two numbers of a step; null is the gradient norm of a skipped step."""
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= tolerance * abs(one)
 
 
 def describe_layout(spec: RunSpec) -> str:

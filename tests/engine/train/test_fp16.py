@@ -201,6 +201,8 @@ def test_a_resumed_run_goes_on_with_its_scale(scaled, tmp_path):
     assert max(line["loss_scale"] for line in steps[4:]) > steps[3]["loss_scale"], "the scale grows after the stop"
     skips = events(tmp_path / "whole", "skipped_step")
     assert len(skips) == steps[-1]["skipped_steps"]
+    skipped = {event["step"] for event in skips}
+    assert {line["step"] for line in steps if line["grad_norm"] is None} == skipped, "infinity is no JSON"
     stopped = with_values(scaled, {"train.exit_at_step": 4})
     run_loop(stopped, tmp_path / "parts")
     position = json.loads((RunDirectory(tmp_path / "parts").checkpoint(4) / "position.json").read_text())
