@@ -27,7 +27,7 @@ from megalaunch.engine.collectives import all_gather_async, all_to_all_async, re
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
-from megalaunch.engine.model.attention.core import NO_CP
+from megalaunch.engine.model.attention.core import whole_sample_attention
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
@@ -85,8 +85,8 @@ class ContextParallel:
         made: dict[tuple[ContextCommType, int | None], AttentionFn] = {}
         for way, window in set(kinds):
             if way == "a2a":
-                (local_attend,) = NO_CP.make_attention(length, documents_BS, (window,), device)
-                attend = _ulysses_attention(self.axis, local_attend)
+                whole = whole_sample_attention(length, documents_BS, documents, window)
+                attend = _ulysses_attention(self.axis, whole)
             elif way == "a2a+p2p":
                 assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
                 inner, outer = self.levels

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
+from megalaunch.engine.model.attention.core import DENSE_MASK_TOKENS, ContextParallelism, NoContextParallel
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
@@ -46,7 +46,7 @@ class TensorReaders:
     """The functions of a parallelized model that need values or device memory; a simulation has fake tensors instead.
 
     Attributes:
-        document_lengths: Reads document ids, under context parallelism.
+        document_lengths: Reads document ids, under context parallelism and in long samples.
         offload: Copies an activation to host memory.
         row_counts: Reads how many rows an expert-parallel rank sends and receives.
     """
@@ -105,7 +105,7 @@ def parallelize_decoder(
         apply_recompute(part, spec.recompute, observer)
         apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
         if spec.train.compile:
-            compile_layers(part, eager_attention=mesh.cp.size > 1)
+            compile_layers(part, mesh.cp.size > 1 or spec.batch.sequence_length > DENSE_MASK_TOKENS)
         precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)
         apply_fsdp(part, mesh, spec.parallel, precision, reduce)
         parts.append(part)
@@ -166,7 +166,7 @@ def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: Con
 
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:
     if mesh.cp.size == 1:
-        return NO_CP
+        return NoContextParallel(readers.document_lengths)
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
     return ContextParallel.build(spec.parallel, mesh, spec.model.mtp.num_layers, readers.document_lengths)

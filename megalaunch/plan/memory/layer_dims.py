@@ -153,7 +153,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         expert_ffn_width=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
         shared_ffn_width=moe.shared_ffn_hidden_size / tp,
         shared_expert_gate=moe.shared_expert_gate,
-        saved_activation_inputs=profile.activation_inputs if gated else 1,
+        saved_activation_inputs=_activation_inputs(model, profile),
         activation_gradients=profile.activation_gradients if gated else 1,
         experts_per_token=_rows_per_token(moe, dtypes) * dtypes.etp,
         num_experts=moe.num_experts or 0,
@@ -173,7 +173,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         mtp=kind.mtp,
         unfused_attention=profile.unfused_attention,
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
-        mask_keys=_mask_keys(model, dtypes) if profile.saves_attention_mask else 0,
+        mask_keys=_mask_keys(model, dtypes, profile.dense_mask_tokens),
         score_buffer_bytes=_score_bytes(model, dtypes, profile, local_heads, query),
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         sequence_shards=tp if dtypes.sequence_parallel else 1,
@@ -204,12 +204,21 @@ def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:
     return max(1.0, dtypes.cp / groups) if dtypes.cp_comm_type == "a2a" else 1.0
 
 
-def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups) -> float:
+def _activation_inputs(model: ModelSpec, profile: MemoryProfile) -> int:
+    """Return the inner values that the activation function saves; clamping saves gate and up once more."""
+    fused = profile.activation_inputs if model.activation in GATED else 1
+    clamped = 2 if model.swiglu_limit is not None and profile.plain_activation_inputs else 0
+    return dict(profile.plain_activation_inputs).get(model.activation, fused) + clamped
+
+
+def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups, dense_mask_tokens: int) -> float:
     """Return the columns of the saved attention mask, 0 without one.
 
-    Only attention over whole samples with documents has a mask: under cp, that of an all-to-all. The others compute
-    the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
+    Only attention over whole, short samples with documents has a mask: under cp, that of an all-to-all. The others
+    compute the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
     """
+    if dtypes.sequence_length > dense_mask_tokens:
+        return 0.0
     whole = dtypes.cp == 1 or (dtypes.cp_comm_type == "a2a" and not dtypes.dynamic_cp)
     return dtypes.sequence_length if dtypes.reset_attention_mask and whole and not _needs_score_mod(model) else 0
 

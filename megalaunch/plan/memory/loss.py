@@ -39,9 +39,10 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     hidden_bytes = compute_bytes * spec.model.hidden_size
     head_gradients = hidden_bytes * (tokens + vocab_rows)  # the head's two gradients
     gathered = hidden_bytes * tokens if spec.parallel.sequence_parallel else 0.0
+    capped = _softcap_bytes(spec, profile, compute_bytes)
     if spec.train.loss_chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
         chunk = -(-tokens // spec.train.loss_chunks)
-        logits = (profile.logit_bytes + compute_bytes) * vocab_rows * chunk
+        logits = (profile.logit_bytes + compute_bytes + capped) * vocab_rows * chunk
         return LossBytes(
             logits,
             depth_logits=0.0,
@@ -51,13 +52,24 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
         )
     if profile.loss_in_place:
         cast = compute_bytes if compute_bytes < 4 else 0
-        logits = (profile.logit_bytes + cast) * vocab_rows * tokens
-        held = profile.logit_bytes * vocab_rows * tokens
+        logits = (profile.logit_bytes + cast + capped) * vocab_rows * tokens
+        held = (profile.logit_bytes + capped) * vocab_rows * tokens
         return LossBytes(logits, held, logits if topology.pp > 1 else 0.0, with_logits=head_gradients + gathered)
     own, pending = _pipeline_bytes_per_logit(topology, profile, compute_bytes)
-    held = profile.pending_logit_bytes or profile.logit_bytes
+    held = (profile.pending_logit_bytes or profile.logit_bytes) + capped
+    pending += capped if pending else 0.0
     width = vocab_rows * tokens
-    return LossBytes((profile.logit_bytes + own) * width, held * width, pending * width)
+    return LossBytes((profile.logit_bytes + own + capped) * width, held * width, pending * width)
+
+
+def _softcap_bytes(spec: RunSpec, profile: MemoryProfile, compute_bytes: int) -> float:
+    """Return the bytes per logit of cap * tanh(x / cap): tanh saves its output.
+
+    A loss that works in place on its input is smaller than this forward pass, which holds x / cap, too.
+    """
+    if spec.model.final_logit_softcapping is None:
+        return 0.0
+    return float(compute_bytes * (2 if profile.loss_in_place else 1))
 
 
 def _pipeline_bytes_per_logit(topology: Topology, profile: MemoryProfile, compute_bytes: int) -> tuple[float, float]:

@@ -26,13 +26,15 @@ class MemoryProfile:
         fp8_weight_copy_bytes: bytes per weight of the 8-bit copies that fp8 has in addition to compute weights.
         unfused_attention: attention weights are saved, because no fused kernel runs.
         activation_inputs: inner values that a gated activation saves: gate and up (2), or silu(gate) too (3).
+        plain_activation_inputs: inner values that activations save which no kernel fuses, by name.
         activation_gradients: gradients of that size that are allocated at once in its backward.
         max_saved_weight_tokens: sequence length up to which causal attention in fp32 on CPU saves its weights, a
             triangle of blocks of `weight_block_rows` rows (queries of all heads of a group); 0: never.
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
         loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
         deferred_head_microbatches: microbatches whose gradients of logits are saved to defer the head's gradient.
-        saves_attention_mask: attention over whole samples with documents saves a mask in the dtype of queries.
+        dense_mask_tokens: attention over whole samples of up to so many tokens, with documents, saves a mask in the
+            dtype of queries; in longer samples blocks need none.
         p2p_buffers: a pipeline stage holds its output of each microbatch in flight until that one's backward, and one
             received and one sent gradient.
         score_copies: fp32 copies of scores in attention without a fused kernel.
@@ -48,6 +50,7 @@ class MemoryProfile:
     fp8_weight_copy_bytes: float = 0.0
     unfused_attention: bool = False
     activation_inputs: int = 2
+    plain_activation_inputs: tuple[tuple[str, int], ...] = ()
     activation_gradients: int = 2
     max_saved_weight_tokens: int = 0
     weight_block_rows: int = 128
@@ -55,7 +58,7 @@ class MemoryProfile:
     loss_in_place: bool = False
     deferred_head_microbatches: int = 0
     pending_logit_bytes: float | None = None
-    saves_attention_mask: bool = False
+    dense_mask_tokens: int = 0
     score_copies: int = 0
     query_block: int = 0
     dropout_masks: bool = True
@@ -71,11 +74,12 @@ ENGINE = MemoryProfile(
     sharded_main_params=True,
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
-    saves_attention_mask=True,
+    dense_mask_tokens=2048,
     score_copies=2,
     query_block=512,
     dropout_masks=False,
     p2p_buffers=True,
+    plain_activation_inputs=(("geglu", 3), ("geglu_tanh", 3), ("quick_geglu", 4), ("quick_gelu", 2)),
 )
 
 # The same on a CPU: it has no fused kernels, and allocating memory is slow. kernels/swiglu.py saves

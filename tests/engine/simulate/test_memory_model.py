@@ -44,6 +44,7 @@ LATENT = (
 )  # fmt: skip
 RUN = ("train.steps=10", "cluster.nodes=1")
 FEW_WORDS = "model.vocab_size=1024"
+CAPPED = "model.final_logit_softcapping=30"
 SELECTIVE = "recompute=selective"
 
 
@@ -99,6 +100,11 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full")),
     Case("dp", 1, (8, 4, 2048), LOSS, ("model.mtp.num_layers=2",)),
     Case("pp2", 2, (8, 1, 2048), LOSS, ("parallel.num_layers_in_first_pipeline_stage=2", "model.mtp.num_layers=1"), 1),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.activation=geglu_tanh")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.activation=quick_geglu", "model.swiglu_limit=7")),
+    Case("dp", 1, (8, 4, 2048), LOSS, (CAPPED,)),
+    Case("tp4", 4, (4, 2, 2048), LOSS, (CAPPED, "train.loss_chunks=4")),
+    Case("pp3", 3, (3, 1, 2048), LOSS, (CAPPED, "parallel.schedule=gpipe"), rank=2),
     Case("dp", 1, (8, 4, 1024), LOSS, shape=GPT2),  # LayerNorm, biases, learned positions, tied embeddings
     Case("dp", 1, (8, 4, 1024), LOSS, shape=QWEN3),  # norms of queries and keys
     Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),
@@ -156,6 +162,7 @@ def _on_processors(layout: str, ranks: int, batch: tuple[int, int, int], moment:
 
 DEALT = ("parallel.dynamic_context_parallel=true", "data.reset_attention_mask=true")
 CASES += [
+    _on_processors("dp", 1, (4, 4, 512), LOSS, CAPPED),
     _on_processors("dp", 1, (4, 4, 512), LOSS),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS),  # attention's weights are kept
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "data.reset_attention_mask=true"),  # none, but a mask

@@ -9,16 +9,24 @@ keys, D head dim; that of values, and so of the output, may differ from that of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megalaunch.engine.model.attention.block_attention import blockwise_attention
+from megalaunch.engine.model.attention.block_mask import make_block_mask
+from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.attention.online_softmax import attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.kernels.causal_attention import causal_sdpa
+
+DENSE_MASK_TOKENS = 2048
+"""Samples of up to so many tokens have a dense mask: one kernel then takes less time than many small blocks. In longer
+samples only the blocks of queries and keys that see each other are multiplied."""
 
 
 class ContextParallelism(Protocol):
@@ -40,8 +48,11 @@ class ContextParallelism(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class NoContextParallel:
-    """No context parallelism: every rank holds all tokens of its samples."""
+    """No context parallelism: every rank holds all tokens of its samples. `lengths` reads document ids."""
+
+    lengths: DocumentLengths = document_lengths
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return 0, 1, ..."""
@@ -51,19 +62,37 @@ class NoContextParallel:
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
         """Return the attention of each layer; layers with the same window share one."""
-        made = {window: self._attend(num_tokens, documents_Bs, window, device) for window in set(windows)}
+        by_row = None
+        if documents_Bs is not None and num_tokens > DENSE_MASK_TOKENS:
+            by_row = documents_by_row(documents_Bs, self.lengths)
+        made = {window: whole_sample_attention(num_tokens, documents_Bs, by_row, window) for window in set(windows)}
         return [made[window] for window in windows]
-
-    def _attend(
-        self, num_tokens: int, documents_Bs: Tensor | None, window: int | None, device: torch.device
-    ) -> AttentionFn:
-        if documents_Bs is None:
-            return partial(causal_attention, window=window)
-        positions = self.position_ids(num_tokens, device)
-        return masked_attention(make_mask(positions, positions, documents_Bs, documents_Bs, window))
 
 
 NO_CP = NoContextParallel()
+
+
+def whole_sample_attention(
+    num_tokens: int,
+    documents_BS: Tensor | None,
+    lengths_by_row: tuple[tuple[int, ...], ...] | None,
+    window: int | None,
+) -> AttentionFn:
+    """Return causal attention on a rank that holds all tokens of its samples.
+
+    Args:
+        num_tokens: The tokens of a sample.
+        documents_BS: Document ids; None: one document a sample.
+        lengths_by_row: The lengths of the documents of each sample, for samples above `DENSE_MASK_TOKENS`.
+        window: The sliding window in tokens; None: full attention.
+    """
+    if documents_BS is None:
+        return partial(causal_attention, window=window)
+    if num_tokens > DENSE_MASK_TOKENS:
+        tokens = (range(num_tokens),)
+        return blockwise_attention(make_block_mask(tokens, tokens, window, lengths_by_row))
+    positions = torch.arange(num_tokens, device=documents_BS.device)
+    return masked_attention(make_mask(positions, positions, documents_BS, documents_BS, window))
 
 
 def causal_attention(
@@ -75,6 +104,9 @@ def causal_attention(
     queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
     if queries in (1, keys) and scoring.is_default and (window is None or window >= keys):
         return causal_sdpa(q_BNSD, k_BGTD, v_BGTD, scoring.scale)
+    if queries == keys > DENSE_MASK_TOKENS:
+        tokens = (range(keys),)
+        return blockwise_attention(make_block_mask(tokens, tokens, window))(q_BNSD, k_BGTD, v_BGTD, scoring)
     positions = torch.arange(keys, device=q_BNSD.device)
     mask = AttentionMask(positions[keys - queries :], positions, window=window)
     return attention(q_BNSD, k_BGTD, v_BGTD, mask, scoring)
