@@ -39,7 +39,7 @@ def test_list_says_size_devices_and_layout(folder):
     assert result.exit_code == 0
     lines = {line.split()[0]: " ".join(line.split()) for line in result.stdout.splitlines()}
     assert lines["recipe"] == "recipe parameters devices layout sequence description"
-    assert lines["llama3_70b"].startswith("llama3_70b 70.6B 64 h100 tp4 pp4 vpp5 cp2 sp 8192 Llama-3 70B")
+    assert lines["llama3_70b"].startswith("llama3_70b 70.6B 32 h100 tp4 pp4 vpp5 cp2 sp 8192 Llama-3 70B")
     assert lines["mixtral_8x7b"].startswith("mixtral_8x7b 46.7B, 12.9B active 32 h100 pp4 vpp8 ep8 4096 Mixtral")
     assert lines["deepseek_v3"].startswith("deepseek_v3 671B, 37.6B active 1024 h100 tp2 pp16 ep64 sp uneven stages")
     assert lines["quickstart"].startswith("quickstart 5.05M any 256 A small Llama")
