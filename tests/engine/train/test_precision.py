@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.optimizer import update_rules
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
-from megalaunch.engine.train import update_rules
 from megalaunch.engine.train.checkpointer import state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
