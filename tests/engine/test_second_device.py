@@ -12,7 +12,7 @@ from forked_ranks import RanksFailed, run_ranks
 from oracle import small_spec
 from second_device import forward_on, generate_on, register, step_on
 
-from megalaunch.engine.model.attention.core import NoContextParallel
+from megalaunch.engine.model.attention import core
 from megalaunch.schema import RunSpec
 
 PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
@@ -135,6 +135,7 @@ def test_text_is_generated_on_the_device(features):
 
 
 def test_what_is_made_on_the_processor_is_found(monkeypatch):
-    monkeypatch.setattr(NoContextParallel, "position_ids", lambda context, held, device: torch.arange(held))
+    made = core.make_mask
+    monkeypatch.setattr(core, "make_mask", lambda queries, keys, *rest: made(queries.cpu(), keys, *rest))
     with pytest.raises(RanksFailed, match="FakeTensorDeviceMismatchError"):
         run_ranks(1, _devices, forward_on, _spec(LAYOUTS["one rank, packed"]), 0)
