@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.data.errors import DataError
 from megalaunch.engine.dtensor import to_local_no_grad
-from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
@@ -29,6 +30,7 @@ from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.rank_sync import StepReduction, reduce_step_stats, sync_stop_signal
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 
 class FailingSamples(RandomSamples):
@@ -40,18 +42,16 @@ class FailingSamples(RandomSamples):
         return super().__getitem__(index)
 
 
+def _make_step(spec: RunSpec, mesh: Mesh, model: ModelParts, samples: RandomSamples) -> TrainStep:
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
+    return TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
+
+
 def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[str, object]:
     spec = small_spec(parallel__dp=2, batch__micro_batch_size=2, **values)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
-    step = TrainStep(
-        spec,
-        mesh,
-        model,
-        make_forward_backward(spec, mesh, model),
-        Optimizer(model, spec.optimizer, spec.precision),
-        samples,
-    )
+    step = _make_step(spec, mesh, model, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
     if poison == "loss" and mesh.rank == 1:
@@ -145,14 +145,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     spec = small_spec(parallel__tp=2, parallel__sequence_parallel=True)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
-    step = TrainStep(
-        spec,
-        mesh,
-        model,
-        make_forward_backward(spec, mesh, model),
-        Optimizer(model, spec.optimizer, spec.precision),
-        samples,
-    )
+    step = _make_step(spec, mesh, model, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
     before = itertools.count()
