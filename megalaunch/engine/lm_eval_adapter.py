@@ -27,6 +27,7 @@ from megalaunch.engine.inference.load_model import LanguageModel, open_model
 from megalaunch.engine.inference.loglikelihood import loglikelihoods
 from megalaunch.engine.inference.request import GenerationRequest, generate_texts
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.platform.registry import platform_of
 
 _log = logging.getLogger(__name__)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -164,10 +165,11 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _device(name: str | None) -> torch.device | None:
-    """Return the device; None (the best one) if lm-eval passes its default, a GPU, and there is none."""
-    if name is None or (name.startswith("cuda") and not torch.cuda.is_available()):
+    """Return the device; None (the best one) if it cannot be used: lm-eval's default is a GPU, also without one."""
+    if name is None:
         return None
-    return torch.device(name)
+    device = torch.device(name)
+    return device if platform_of(device).unusable() is None else None
 
 
 def _generation_request(wishes: Mapping[str, Any], max_gen_toks: int, batch_size: int) -> GenerationRequest:

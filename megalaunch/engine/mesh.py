@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.torch_private import group_timeouts, set_group_timeout
 from megalaunch.plan.topology import RankGrid, Topology
 
@@ -107,7 +108,7 @@ class Mesh:
     @property
     def uses_gloo(self) -> bool:
         """True if collectives run through gloo, on CPUs: its reduce-scatter is slow, and there are no streams."""
-        return self.device.type == "cpu"
+        return platform_of(self.device).facts.process_group_backend == "gloo"
 
     @property
     def is_loss_rank(self) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megalaunch.engine.platform.registry import get_platform, platform_of
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 from megalaunch.engine.run_end import RankError
 from megalaunch.platform.chips import CHIPS
@@ -21,17 +22,14 @@ from megalaunch.schema import RunSpec
 def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     """Return this worker's device; the CPU and an error if the device that the run requires is missing."""
     chip = CHIPS[spec.platform.chip]
-    if chip.device == "cpu":
-        return torch.device("cpu"), None
-    if chip.device != "cuda":
-        return _no_device(f"the engine has no {chip.device} back end; platform {spec.platform.chip} needs one")
-    if not torch.cuda.is_available():
-        return _no_device(f"torch {torch.__version__} finds no CUDA device; the run was made for {chip.name}")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if local_rank >= torch.cuda.device_count():
-        return _no_device(f"worker {local_rank} of this machine has no device: torch finds {torch.cuda.device_count()}")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+    platform = get_platform(chip.device)
+    if (reason := platform.unusable()) is not None:
+        return _no_device(f"{reason}; the run was made for {chip.name}")
+    local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), platform.device_count()
+    device = platform.device(local_rank)
+    if local_rank >= devices and platform.has_streams:
+        return _no_device(f"worker {local_rank} of this machine has no device: torch finds {devices}")
+    platform.set_device(device)
     return device, None
 
 
@@ -40,7 +38,7 @@ def _no_device(reason: str) -> tuple[torch.device, RankError]:
 
 
 def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
-    """Initialize the process group with NCCL and gloo, or gloo alone on CPUs. Collective.
+    """Initialize the process group with the platform's backend and gloo, or gloo alone on CPUs. Collective.
 
     The timeout of a collective is `launcher.hang_timeout`; 1.5 times that under a launcher, which ends a hang first
     because it can name the rank that is behind.
@@ -56,16 +54,16 @@ def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     rendezvous_store, rank, world_size = next(rendezvous("env://", timeout=starting))
     store = PrefixStore(_store_prefix(), rendezvous_store)
     device, problem = local_device(spec)
-    # Before the group is created: NCCL would wait for a rank without a device.
+    # Before the group is created: NCCL, for one, would wait for a rank without a device.
     problem = broadcast_first_error(store, rank, world_size, problem)
-    on_gpu = device.type == "cuda" and problem is None
+    platform = get_platform("cpu") if problem else platform_of(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        platform.process_group_backends,
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if on_gpu else None,
+        device_id=device if platform.binds_process_group else None,
     )
     return device, problem
 

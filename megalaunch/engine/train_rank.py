@@ -8,6 +8,7 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.engine.train.rank_sync import all_gather_objects
@@ -21,7 +22,7 @@ from megalaunch.schema import RunSpec
 
 def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
     """Train one rank, from the newest checkpoint or initial weights to the end (`RankEntrypoint`). Collective."""
-    if mesh.device.type == "cpu":
+    if not platform_of(mesh.device).has_streams:  # tensors are in the memory of the process
         tune_malloc()
     state = build_train_state(spec, mesh)
     loop = Trainer(state, directory, record, stop)

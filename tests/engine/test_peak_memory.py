@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 
-from megalaunch.engine.measure.memory import peak_bytes
+from megalaunch.engine.platform.registry import platform_of
 
 
 def test_peak_of_the_process():
-    peak = peak_bytes(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    peak = platform_of(cpu).max_memory_allocated(cpu)
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     assert 0.9 < peak / (int(line.split()[1]) * 1024) < 1.1

@@ -37,9 +37,9 @@ def test_every_rank_hears_of_a_problem(problems):
     ("chip", "devices", "said"),
     [
         ("cpu", 0, None),
-        ("h100", 0, "finds no CUDA device; the run was made for"),
+        ("h100", 0, "finds no cuda device; the run was made for"),
         ("h100", 1, "worker 1 of this machine has no device: torch finds 1"),
-        ("made_up", 0, "the engine has no musa back end"),
+        ("made_up", 0, "torch_musa cannot be used: No module named 'torch_musa'; the run was made for made_up"),
     ],
 )
 def test_a_device_that_is_not_there(monkeypatch, chip, devices, said):

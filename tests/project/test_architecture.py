@@ -20,6 +20,7 @@ TREE_RULES = (
     rules.circles,
     rules.bare_to_local,
     rules.device_branches,
+    rules.device_names,
     rules.grab_bags,
 )
 
@@ -332,6 +333,19 @@ def test_branches_on_the_device_are_found(made_up):
     why = "a branch on the device belongs behind a dispatch in kernels/"
     places = ["model/x.py:1", "model/x.py:3", "train/y.py:1"]
     assert sorted(rules.device_branches(tree)) == [f"megalaunch/engine/{place}: {why}" for place in places]
+
+
+def test_names_of_devices_are_found(made_up):
+    tree = made_up(
+        {
+            "engine/x.py": '"""Says cuda."""\nx = "cuda"\ntorch.cuda.synchronize()\ny.is_cuda',
+            "engine/platform/cuda.py": "torch.cuda.synchronize()",
+            "kernels/x.py": "x.is_cuda",
+            "plan/x.py": 'text = "CUDA_VISIBLE_DEVICES="\nfrom torch import cuda',
+        }
+    )
+    places = sorted(line.rpartition(": ")[0].partition(": ")[0] for line in rules.device_names(tree))
+    assert places == [*(f"megalaunch/engine/x.py:{line}" for line in (2, 3, 4)), "megalaunch/plan/x.py:2"]
 
 
 def test_grab_bags_are_found(made_up):

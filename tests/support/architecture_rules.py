@@ -76,12 +76,15 @@ TORCH_PRIVATE = (
     "megalaunch/engine/torch_private.py",
     "megalaunch/engine/parallel/pipeline_schedule.py",
     "megalaunch/engine/hang_diagnostics.py",
+    "megalaunch/kernels/flash_attention.py",
+    "kernels/flash_attention.py",
 )
 
 # From the ground up; a floor imports only from floors below it, and rooms of one floor do not know each other.
 # A name with a dot is a file that stands on another floor than its folder.
 ENGINE_FLOORS = (
     ("torch_private",),
+    ("platform",),
     ("worker_setup", "run_end", "hang_diagnostics", "agent", "restricted_objects"),
     ("process_group", "measure", "precision", "mesh"),
     ("param_layout", "autograd"),
@@ -331,6 +334,27 @@ def device_branches(tree: Tree) -> Iterator[str]:
                 asks = any(isinstance(other, ast.Constant) and other.value == "cpu" for other in node.comparators)
             if asks:
                 yield f"{module.path}:{node.lineno}: a branch on the device belongs behind a dispatch in kernels/"
+
+
+# What may name a kind of device: platforms and the dispatch of operators; importers spell flags of others.
+DEVICE_ROOMS = ("platform", "engine.platform", "kernels", "importers", "engine.checkpoint.safe_unpickler")
+
+
+def device_names(tree: Tree) -> Iterator[str]:
+    """`cuda` in a name, or in the engine in a string, outside the rooms of platforms: torch.cuda, "cuda", is_cuda."""
+    for module in tree.modules.values():
+        if _within(module.name, DEVICE_ROOMS):
+            continue
+        prose = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(module.tree):
+            said = ""
+            if isinstance(node, ast.Constant):
+                said = node.value if isinstance(node.value, str) and module.room == "engine" else ""
+                said = "" if id(node) in prose else said
+            elif isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.alias)):
+                said = getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "name", "")
+            if "cuda" in said.lower():
+                yield f"{module.path}:{node.lineno}: {said!r} names a kind of device; ask engine/platform"
 
 
 def private_names(path: str, tree: ast.Module) -> Iterator[str]:

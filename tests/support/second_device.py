@@ -35,6 +35,8 @@ from megalaunch.engine.simulate.fake_world import FakeScalarMode
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.plan.topology import Topology
+from megalaunch.platform import plugins
+from megalaunch.platform.platforms import PlatformFacts
 from megalaunch.schema import RunSpec
 
 NAME = "second"
@@ -46,6 +48,8 @@ def register() -> torch.device:
     module = SimpleNamespace(**streams, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
     module.current_device = lambda: 0
     _setup_privateuseone_for_python_backend(rename=NAME, backend_module=module)
+    facts = PlatformFacts(NAME, "none", "megalaunch.engine.platform.platform:Platform")
+    plugins.plugins = lambda: (plugins.PlatformPlugin(facts),)  # type: ignore[assignment]
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device=)` makes one on the processor, then moves it
     return torch.device(NAME, 0)
 

@@ -9,6 +9,7 @@ import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.dtensor import to_local_no_grad
+from megalaunch.engine.platform.registry import platform_of
 
 _LOOK_SECONDS = 1.0
 
@@ -24,16 +25,18 @@ class PinnedStaging:
 
         `tensors` are plain tensors or DTensors. On return every device-to-host copy is complete.
         """
-        on_device = False
+        copying: set[torch.device] = set()
         for name, tensor in tensors.items():
             values = to_local_no_grad(tensor)
-            on_device = on_device or values.is_cuda
+            pinned = platform_of(values.device).pins_host_memory
             if name not in self._buffers:
                 # pinned: the copies from the device run asynchronously; one synchronize waits for all
-                self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._buffers[name].copy_(values, non_blocking=values.is_cuda)
-        if on_device:
-            torch.cuda.synchronize()
+                self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
+            self._buffers[name].copy_(values, non_blocking=pinned)
+            if pinned:
+                copying.add(values.device)
+        for device in copying:
+            platform_of(device).synchronize(device)
         return self._buffers
 
 

@@ -22,6 +22,7 @@ from megalaunch.engine.inference.chat_template import stop_token_ids
 from megalaunch.engine.inference.fuse_projections import fuse_projections
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS, Decoder
+from megalaunch.engine.platform.registry import best_device, platform_of
 from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_DECODER_ONLY
 from megalaunch.importers.huggingface.registry import get_text_config, multimodal_family
@@ -131,7 +132,7 @@ def load_weights(source: ModelSource, device: torch.device | None = None) -> Lan
     Raises:
         CheckpointError: A folder cannot be read exactly, with all reasons, or a checkpoint is damaged.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or best_device()
     dtype = _inference_dtype(source.spec, device)
     if is_huggingface(source.checkpoint):
         return LanguageModel(**vars(source), decoder=_decoder_from_folder(source, dtype, device))
@@ -198,12 +199,12 @@ def _load_error(checkpoint: Path, error: Exception) -> CheckpointError:
 
 
 def _inference_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
-    if device.type == "cpu":
+    platform = platform_of(device)
+    if not platform.has_streams:
         return torch.float32
     if spec.precision.compute_dtype == "auto":
         # Weights that were never launched as a run: resolve it as a launch does.
-        slow = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.float32 if slow else torch.bfloat16
+        return torch.bfloat16 if torch.bfloat16 in platform.autocast_dtypes() else torch.float32
     from megalaunch.engine.precision.policy import compute_dtype  # imported late: FSDP2's import takes a second
 
     return compute_dtype(spec.precision)

@@ -13,6 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalaunch.engine.measure.profile_summary import HOST, RecordedOperator, summarize
+from megalaunch.engine.platform.platform import Platform
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.logging import LoggingSpec
@@ -33,6 +35,7 @@ class StepProfiler:
         chosen = settings.profile is not None and rank in settings.profile_ranks
         self._steps = profile_steps(settings.profile) if settings.profile is not None and chosen else range(0)
         self._folder, self._rank, self._device = directory.profiles, rank, device
+        self._platform = platform_of(device)
         self._profile: profile | None = None
         self._seconds: list[float] = []
 
@@ -44,15 +47,14 @@ class StepProfiler:
             return
         if self._profile is None:
             activities = [ProfilerActivity.CPU]
-            if self._device.type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
+            if self._platform.profiler_activity is not None:
+                activities.append(self._platform.profiler_activity)
             self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
         started = time.perf_counter()
         with record_function(f"step {step}"):
             yield
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # kernels that still run belong to this step
+            self._platform.synchronize(self._device)  # kernels that still run belong to this step
         self._seconds.append(time.perf_counter() - started)
 
     def write_after(self, step: int, last_step: int) -> Path | None:
@@ -74,17 +76,17 @@ class StepProfiler:
             write_file_atomically(self._folder / trace.name, trace.read_bytes())
         title = f"steps {first} to {step} of rank {self._rank} on {self._device.type}"
         summary = self._folder / f"{name}.txt"
-        write_file_atomically(summary, summarize(_operators(recorded, self._device), self._seconds, title))
+        write_file_atomically(summary, summarize(_operators(recorded, self._platform), self._seconds, title))
         return summary
 
 
-def _operators(recorded: profile, device: torch.device) -> list[RecordedOperator]:
+def _operators(recorded: profile, platform: Platform) -> list[RecordedOperator]:
     """Return the kernels of the device, or the operators of the CPU by their own time."""
     events = recorded.events() or []  # type: ignore[no-untyped-call]
-    if device.type == "cuda":
+    if platform.profiler_activity is not None:
         intervals: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for event in events:
-            if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            if platform.is_kernel(event) and not event.is_user_annotation:
                 intervals[event.name].append((event.time_range.start, event.time_range.end))
         return [
             RecordedOperator(name, sum(end - start for start, end in found), len(found), tuple(found))

@@ -20,6 +20,7 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.layers import Output, SavePolicy
 from megalaunch.engine.param_layout import local_param
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.torch_private import storage_id, tree_leaves
 
 
@@ -53,8 +54,8 @@ class _PinnedCopy:
     def __init__(self, flat: Tensor) -> None:
         self._device, self._stream = flat.device, _side_stream(flat.device)
         self._back: Tensor | None = None
-        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(platform_of(flat.device).current_stream(flat.device))
+        with self._stream:
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
         flat.record_stream(self._stream)  # the allocator must not reuse its memory before the copy is done
@@ -62,7 +63,7 @@ class _PinnedCopy:
     def fetch(self) -> None:
         """Start the copy to the device, behind the copies that the side stream already has."""
         if self._back is None:
-            with torch.cuda.stream(self._stream):
+            with self._stream:
                 self._back = self._host.to(self._device, non_blocking=True)
 
     def wait(self) -> Tensor:
@@ -70,20 +71,20 @@ class _PinnedCopy:
         self.fetch()
         assert self._back is not None, "fetch sets it"
         back, self._back = self._back, None
-        computing = torch.cuda.current_stream(self._device)
+        computing = platform_of(self._device).current_stream(self._device)
         computing.wait_stream(self._stream)
         back.record_stream(computing)
         return back
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream(device: torch.device) -> torch.Stream:
+    return platform_of(device).make_stream(device)
 
 
 def offload_tensor(flat: Tensor) -> OffloadedTensor:
     """Start the copy of a flat tensor to host memory."""
-    return _PinnedCopy(flat) if flat.is_cuda else _HostCopy(flat)
+    return _PinnedCopy(flat) if platform_of(flat.device).pins_host_memory else _HostCopy(flat)
 
 
 Offload = Callable[[Tensor], OffloadedTensor]

@@ -19,6 +19,7 @@ from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.parallel.context_parallel import cp_positions
 from megalaunch.engine.parallel.dynamic_context_parallel import local_token_indices
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.engine.train.multi_token import shift_tokens
@@ -212,7 +213,7 @@ class PrefetchingDataLoader:
             shard_for_context_parallel(collate(group, self._mtp_depths), self._sampler.context, self._sampler.by_length)
             for group in groups
         )
-        if self._device.type == "cuda":
+        if platform_of(self._device).pins_host_memory:
             microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
         counts = torch.stack([(m.all_labels != IGNORE_INDEX).sum((0, 2)) for m in microbatches]).sum(0)
         valid, *mtp_valid = counts.tolist()

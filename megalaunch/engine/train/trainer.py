@@ -18,13 +18,13 @@ from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, save_s
 from megalaunch.engine.checkpoint.retention import remove_leftovers, require_never_saved
 from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
-from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.measure.step_profiler import StepProfiler
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.checkpointer import (
     Checkpointer,
@@ -226,7 +226,12 @@ class Trainer:
         self._loss, self._stop_signal = result.loss, result.stop
         seconds = time.perf_counter() - started
         self._record.step(
-            number, result, self._progress.tokens, seconds, peak_bytes(self._mesh.device), batch.data_time
+            number,
+            result,
+            self._progress.tokens,
+            seconds,
+            platform_of(self._mesh.device).max_memory_allocated(self._mesh.device),
+            batch.data_time,
         )
         if result.expert_counts is not None:
             self._record.expert_load(number, self._state.model.config.expert_layers, result.expert_counts)

@@ -185,8 +185,8 @@ import sys, time
 from megalaunch.cli.app import app
 app(sys.argv[1:], standalone_mode=False)
 import torch
-from megalaunch.engine.measure.memory import peak_bytes
-print(time.process_time(), peak_bytes(torch.device("cpu")), file=sys.stderr)
+from megalaunch.engine.platform.registry import platform_of
+print(time.process_time(), platform_of(torch.device("cpu")).max_memory_allocated(torch.device("cpu")), file=sys.stderr)
 """
 
 

@@ -24,7 +24,7 @@ from megalaunch.engine.model.attention.online_softmax import (
     sum_over_kv_group,
 )
 from megalaunch.engine.model.attention.score_mod import ScoreMod
-from megalaunch.engine.torch_private import FLASH_KERNELS
+from megalaunch.kernels.flash_attention import FLASH_KERNELS
 from megalaunch.kernels.matmul import use_fp32_matmul
 from megalaunch.kernels.overrides import BlockKernel, kernel_overrides, on_cpu
 

@@ -1,0 +1,177 @@
+"""The interface of a platform: everything that the engine asks of a kind of device, beyond operators on tensors.
+
+`torch.accelerator` answers first, then the device's own module (`torch.get_device_module`); a subclass answers what
+neither has. No other file of the engine names a kind of device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megalaunch.platform.platforms import PlatformFacts
+
+
+class Platform:
+    """A kind of device that torch knows as an accelerator.
+
+    Attributes:
+        facts: What is known of the platform without torch.
+        profiler_activity: What torch.profiler records on the device; None: it records operators of the host only.
+        has_streams: Whether the device has memory of its own, and runs kernels and copies asynchronously.
+        pins_host_memory: Whether copies from and to pinned host memory are asynchronous.
+        binds_process_group: Whether the process group is created with its device, so that it connects at once.
+        in_device_module: Functions that `torch.accelerator` has, and that fail or mean something else on this device:
+            the device's module answers.
+    """
+
+    profiler_activity: ClassVar[ProfilerActivity | None] = ProfilerActivity.PrivateUse1
+    has_streams: ClassVar[bool] = True
+    pins_host_memory: ClassVar[bool] = True
+    binds_process_group: ClassVar[bool] = False
+    in_device_module: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, facts: PlatformFacts) -> None:
+        self.facts = facts
+
+    @cached_property
+    def module(self) -> Any:
+        """The module of torch for the device (`torch.npu`). Imports the package that adds it.
+
+        Raises:
+            ImportError: The package is missing or broken.
+        """
+        if self.facts.package is not None:
+            importlib.import_module(self.facts.package)
+        return torch.get_device_module(self.facts.device)
+
+    def _function(self, name: str, *other_names: str) -> Callable[..., Any]:
+        """Return a function of `torch.accelerator`, else of the device's module, under the first name that exists."""
+        for where in (torch.accelerator, self.module):
+            for found in (name, *other_names):
+                function: Callable[..., Any] | None = getattr(where, found, None)
+                if function is not None and not (where is torch.accelerator and found in self.in_device_module):
+                    return function
+        raise AttributeError(f"neither torch.accelerator nor torch.{self.facts.device} has {name}")
+
+    # Devices
+
+    def unusable(self) -> str | None:
+        """Return why no device can be used, as a clause; None if one can."""
+        try:
+            found = self.device_count() if self.module.is_available() else 0
+        except (ImportError, RuntimeError) as error:
+            return f"{self.facts.package or 'torch'} cannot be used: {error}"
+        return None if found else f"torch {torch.__version__} finds no {self.facts.device} device"
+
+    def device_count(self) -> int:
+        """Return the number of visible devices."""
+        return int(self.module.device_count())
+
+    def device(self, index: int) -> torch.device:
+        """Return a device by its index among the visible ones."""
+        return torch.device(self.facts.device, index)
+
+    def set_device(self, device: torch.device) -> None:
+        """Make a device the current one of this thread."""
+        self.module.set_device(device)
+
+    def capability(self, device: torch.device) -> Any:
+        """Return what torch reports of the device's capabilities: supported dtypes; None if it reports nothing."""
+        report = getattr(torch.accelerator, "get_device_capability", None)
+        return None if report is None else report(device)
+
+    # Process groups
+
+    @property
+    def process_group_backends(self) -> str:
+        """The argument of `init_process_group`: gloo for tensors of the host, the device's own for its tensors."""
+        return f"cpu:gloo,{self.facts.device}:{self.facts.process_group_backend}"
+
+    # Random numbers
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generators of all devices."""
+        self.module.manual_seed_all(seed)
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        """Return the state of a device's generator, bytes on the host."""
+        state: torch.Tensor = self.module.get_rng_state(device)
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Restore the state of a device's generator."""
+        self.module.set_rng_state(state, device)
+
+    # Streams and events
+
+    def make_stream(self, device: torch.device) -> torch.Stream:
+        """Return a new stream, also usable as a context that makes it the current one."""
+        return torch.Stream(device)
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """Return the stream on which this thread launches kernels."""
+        stream: torch.Stream = self._function("current_stream")(device)
+        return stream
+
+    def make_event(self, enable_timing: bool = False) -> torch.Event:
+        """Return a new event, which a stream records and others wait for."""
+        return torch.Event(self.facts.device, enable_timing=enable_timing)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until everything that was launched on the device is done."""
+        self._function("synchronize")(device)
+
+    # Memory
+
+    def memory_allocated(self, device: torch.device) -> int:
+        """Return the bytes that tensors hold on the device."""
+        return int(self._function("memory_allocated")(device))
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        """Return the most bytes that tensors held on the device since the start, or the last reset."""
+        return int(self._function("max_memory_allocated")(device))
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        """Return the most bytes that the allocator held on the device since the start, or the last reset."""
+        return int(self._function("max_memory_reserved")(device))
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        """Start the maxima again."""
+        self._function("reset_peak_memory_stats", "reset_peak_stats")(device)
+
+    def empty_cache(self) -> None:
+        """Give the memory that the allocator holds for no tensor back to the device."""
+        self._function("empty_cache")()
+
+    # Numerics
+
+    def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the 16-bit dtypes in which the device computes without emulation."""
+        names = getattr(self.module, "get_amp_supported_dtype", None)
+        return (torch.bfloat16, torch.float16) if names is None else tuple(names())
+
+    def set_matmul_precision(self, tf32: bool) -> None:
+        """Set how fp32 matmuls are computed, before the first of them."""
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+    def set_deterministic(self) -> None:
+        """Select deterministic kernels, before the first matmul."""
+        torch.use_deterministic_algorithms(True)
+
+    # Graphs
+
+    def make_graph(self) -> Any:
+        """Return a graph that captures kernels and replays them; raises AttributeError where torch has none."""
+        return self._function("Graph")()
+
+    # Profiler
+
+    def is_kernel(self, event: Any) -> bool:
+        """Return whether an event of torch.profiler is a kernel of the device."""
+        return self.profiler_activity is not None and event.device_type.name == self.profiler_activity.name

@@ -1,0 +1,70 @@
+"""Platforms as data: the kinds of device that a run can use, and how this machine shows that it has one.
+
+Readable without torch. What a worker does on a device is a class of `megalaunch.engine.platform`, named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_ENGINE = "megalaunch.engine.platform"
+
+
+@dataclass(frozen=True)
+class PlatformFacts:
+    """One platform.
+
+    Attributes:
+        device: torch's device type; also the platform's name.
+        process_group_backend: the backend of collectives on its tensors.
+        implementation: the class that a worker uses, as "module:Class"; a subclass of
+            `megalaunch.engine.platform.platform.Platform`.
+        visible_devices_variable: the environment variable that hides devices.
+        package: the Python package whose import adds the device to torch; None: torch has it.
+        device_nodes: a pattern of the names in /dev, one for each device; None: unknown.
+        priority: of the platforms that a machine has, automatic selection takes the highest.
+    """
+
+    device: str
+    process_group_backend: str
+    implementation: str
+    visible_devices_variable: str | None = None
+    package: str | None = None
+    device_nodes: str | None = None
+    priority: int = 100
+
+
+# Device nodes: of the drivers. torch_txda's driver is not public, so that a TXDA is selected by name only.
+_ROWS = (
+    # torch's ROCm build calls AMD's chips cuda and RCCL nccl.
+    PlatformFacts(
+        "cuda", "nccl", f"{_ENGINE}.cuda:CudaPlatform", "CUDA_VISIBLE_DEVICES", None, r"nvidia\d+", priority=500
+    ),
+    PlatformFacts(
+        "musa",
+        "mccl",
+        f"{_ENGINE}.musa:MusaPlatform",
+        "MUSA_VISIBLE_DEVICES",
+        "torch_musa",
+        r"mthreads\d+|mtgpu\.\d+",
+        priority=400,
+    ),
+    PlatformFacts(
+        "txda", "tccl", f"{_ENGINE}.txda:TxdaPlatform", "TXDA_VISIBLE_DEVICES", "torch_txda", None, priority=300
+    ),
+    PlatformFacts(
+        "npu",
+        "hccl",
+        f"{_ENGINE}.npu:NpuPlatform",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "torch_npu",
+        r"davinci\d+",
+        priority=200,
+    ),
+    PlatformFacts("cpu", "gloo", f"{_ENGINE}.cpu:CpuPlatform", priority=0),
+)
+
+PLATFORMS: Mapping[str, PlatformFacts] = MappingProxyType({row.device: row for row in _ROWS})
+"""The platforms of megalaunch by device type; `all_platforms` of plugins.py has those of other packages too."""
