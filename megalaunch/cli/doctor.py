@@ -21,7 +21,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     from megalaunch.platform.packages import OPTIONAL, inspect_packages, installed_version
 
     machine = detect_machine()
-    useful = [package for package in OPTIONAL if machine.devices or package.name != "triton"]
+    useful = [package for package in OPTIONAL if machine.devices or not package.only_gpu]
     optional = {package: installed_version(package.name) for package in useful}
     report = build_report(machine, inspect_packages(), optional)
     if as_json:
@@ -68,7 +68,7 @@ def build_report(
             for state in packages
         ],
         "optional": [
-            {"name": package.name, "version": version, "purpose": package.purpose, "install": _install(package)}
+            {"name": package.name, "version": version, "purpose": package.purpose, "install": package.install_command}
             for package, version in (optional or {}).items()
         ],
         "operators": [
@@ -80,10 +80,6 @@ def build_report(
             for limit in (*LIMITS, CHIP_LIMIT)
         ],
     }
-
-
-def _install(package: Package) -> str:
-    return f"pip install 'megalaunch[{package.extra}]'" if package.extra else f"pip install {package.name}"
 
 
 def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:

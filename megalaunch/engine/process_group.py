@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from megalaunch.engine.platform.registry import get_platform, platform_of
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 from megalaunch.engine.run_end import RankError
 from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.packages import DEEP_EP
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec
@@ -30,7 +33,18 @@ def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     if local_rank >= devices and platform.has_streams:
         return _no_device(f"worker {local_rank} of this machine has no device: torch finds {devices}")
     platform.set_device(device)
-    return device, None
+    return device, _missing_library(spec)
+
+
+def _missing_library(spec: RunSpec) -> RankError | None:
+    """Return an error if the spec asks for DeepEP and this machine lacks it: the launcher looks only at its own."""
+    if spec.parallel.moe_token_dispatcher_type != "flex" or importlib.util.find_spec(DEEP_EP.name) is not None:
+        return None
+    return RankError(
+        ExitCode.CONFIGURATION,
+        f"parallel.moe_token_dispatcher_type=flex needs DeepEP, which {socket.gethostname()} lacks: "
+        f"{DEEP_EP.install_command}",
+    )
 
 
 def _no_device(reason: str) -> tuple[torch.device, RankError]:

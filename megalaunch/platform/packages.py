@@ -24,12 +24,22 @@ class Package:
         extra: the extra of megalaunch that installs it; None: always installed.
         purpose: the features that need it.
         probe: Python code that fails if the package does not work.
+        only_gpu: it has no use on a machine without a GPU.
+        install: the arguments of `pip install`; None: the extra, or the name.
     """
 
     name: str
     extra: str | None
     purpose: str
-    probe: str
+    probe: str = ""
+    only_gpu: bool = False
+    install: str | None = None
+
+    @property
+    def install_command(self) -> str:
+        """The command that installs it."""
+        by_name = f"'megalaunch[{self.extra}]'" if self.extra else self.name
+        return f"pip install {self.install or by_name}"
 
 
 PACKAGES = (
@@ -40,16 +50,25 @@ PACKAGES = (
 )
 
 
+DEEP_EP = Package(
+    "deep_ep",
+    "",
+    "parallel.moe_token_dispatcher_type=flex",
+    only_gpu=True,
+    install="--no-build-isolation git+https://github.com/deepseek-ai/DeepEP",
+)
+
 OPTIONAL = (
-    Package("gigatoken", "data", "preprocess encodes several times faster", ""),
-    Package("orjson", "data", "preprocess reads jsonl faster", ""),
-    Package("zstandard", "data", "preprocess reads .zst files", ""),
-    Package("pyarrow", "data", "preprocess reads parquet", ""),
-    Package("nltk", "", "preprocess --split-sentences", ""),
-    Package("transformers", "parity", "convert compares with transformers' own model", ""),
-    Package("lm-eval", "lm-eval", "evaluate --task", ""),
-    Package("optuna", "sweep", "sweep --sampler tpe", ""),
-    Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", ""),
+    Package("gigatoken", "data", "preprocess encodes several times faster"),
+    Package("orjson", "data", "preprocess reads jsonl faster"),
+    Package("zstandard", "data", "preprocess reads .zst files"),
+    Package("pyarrow", "data", "preprocess reads parquet"),
+    Package("nltk", "", "preprocess --split-sentences"),
+    Package("transformers", "parity", "convert compares with transformers' own model"),
+    Package("lm-eval", "lm-eval", "evaluate --task"),
+    Package("optuna", "sweep", "sweep --sampler tpe"),
+    Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", only_gpu=True),
+    DEEP_EP,
 )
 """Packages that only some commands or options need. They are not imported for the check."""
 

@@ -37,6 +37,19 @@ def require_training_packages() -> None:
         )
 
 
+def require_optional_packages(spec: RunSpec) -> None:
+    """End the command if this machine lacks an optional package that the spec asks for."""
+    from megalaunch.platform.packages import DEEP_EP
+
+    flex = spec.parallel.moe_token_dispatcher_type == "flex"
+    if flex and importlib.util.find_spec(DEEP_EP.name) is None:
+        fail(
+            f"parallel.moe_token_dispatcher_type=flex needs DeepEP ({DEEP_EP.name}), which is not installed.\n"
+            f"fix:  {DEEP_EP.install_command}\n"
+            "      or parallel.moe_token_dispatcher_type=alltoall"
+        )
+
+
 def print_commands(planned: PreparedRun) -> None:
     """Print the command of each machine's agent."""
     for line in command_lines(planned):
@@ -63,6 +76,8 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
         return ExitCode.DONE
     if planned.start == "srun" and planned.machine.allocation is not None:
         start_by_srun(planned.spec, planned.composition.overrides, planned.machine.allocation)
+    if not prepare_only:
+        require_optional_packages(planned.spec)
     if place is not None and place.rank > 0:
         return join_run(planned.spec, planned.directory, place, planned.machine.cores, stop)
     try:

@@ -61,7 +61,7 @@ class ParallelSpec:
         False, "Choose the context-parallel group of each packed document by its length, 1 to cp ranks."
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = setting(
-        "alltoall", "Token dispatcher: how tokens are sent to their experts; flex: a fused library (DeepEP)."
+        "alltoall", "Token dispatcher: how tokens are sent to their experts; flex: by DeepEP."
     )
     overlap_grad_reduce: bool = setting(True, "Overlap gradient reduction with the backward pass.")
     overlap_param_gather: bool = setting(

@@ -40,7 +40,7 @@ def test_the_command_here():
     assert {row["key"] for row in report["engine"]} == {limit.path for limit in (*LIMITS, CHIP_LIMIT)}
     text = report_text(report)
     assert all(limit.path in text for limit in LIMITS)
-    assert {row["name"] for row in report["optional"]} == {entry.name for entry in OPTIONAL if entry.name != "triton"}
+    assert {row["name"] for row in report["optional"]} == {entry.name for entry in OPTIONAL if not entry.only_gpu}
 
 
 def test_optional_packages_that_are_not_installed_are_named():
@@ -52,6 +52,13 @@ def test_optional_packages_that_are_not_installed_are_named():
     assert "nothing required for training is missing; optional and not installed: nltk, optuna\n" in text
     assert "\nnothing is missing\n" in report_text(
         build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL, "1"))
+    )
+
+
+def test_packages_for_gpus_are_named_where_there_is_one():
+    text = report_text(build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL)))
+    assert re.search(
+        r"deep_ep +not installed +parallel.moe_token_dispatcher_type=flex +pip install --no-build-iso", text
     )
 
 

@@ -10,7 +10,9 @@ import signal
 import time
 
 import pytest
+import typer
 from launching import events_of, steps_of
+from made_specs import composed
 from training import tiny_overrides, train_tiny
 from typer.testing import CliRunner
 
@@ -18,6 +20,8 @@ from megalaunch.cli.app import app
 from megalaunch.launch.directory import lock_run
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.train import require_optional_packages
+from megalaunch.schema import with_values
 from megalaunch.schema.spec_file import read_spec
 
 
@@ -39,6 +43,18 @@ def test_without_torch_it_names_the_extra(folder, monkeypatch):
     assert "training needs torch" in result.stderr
     assert "pip install 'megalaunch[train]'" in result.stderr
     assert invoke("--dry-run", *tiny_overrides(folder)).exit_code == 0
+
+
+def test_without_deep_ep_it_says_how_to_install_it(capsys):
+    spec = composed("recipe=mixtral_tiny", "data.corpus=x").spec
+    require_optional_packages(spec)
+    with pytest.raises(typer.Exit) as refused:
+        require_optional_packages(with_values(spec, {"parallel.moe_token_dispatcher_type": "flex"}))
+    assert refused.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert "moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed" in said
+    assert "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP" in said
+    assert "parallel.moe_token_dispatcher_type=alltoall" in said
 
 
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):

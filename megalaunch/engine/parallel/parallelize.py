@@ -22,6 +22,7 @@ from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
 from megalaunch.engine.parallel.activation_offload import Offload, apply_offload, offload_tensor
 from megalaunch.engine.parallel.compile import compile_layers
 from megalaunch.engine.parallel.context_parallel import ContextParallel
+from megalaunch.engine.parallel.deep_ep import DeepEPDispatcher, make_buffer
 from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding, embedding_copy_ranks
 from megalaunch.engine.parallel.expert_parallel import (
@@ -173,10 +174,15 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
 
 
 def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> TokenDispatcher | None:
-    if mesh.expert_parallel.size == 1 or spec.model.moe.num_experts is None:
+    if mesh.expert_parallel_mesh is None or mesh.expert_parallel.size == 1 or spec.model.moe.num_experts is None:
         return None
     blocks = ExpertBlocks(mesh.expert_parallel, spec.model.moe.num_experts, mesh.topology.etp)
-    if spec.parallel.moe_token_dispatcher_type == "allgather":
-        return AllGatherDispatcher(blocks, readers.row_counts)
     parts = 2 if spec.parallel.overlap_moe_expert_parallel_comm else 1
-    return AllToAllDispatcher(blocks, readers.row_counts, parts)
+    match spec.parallel.moe_token_dispatcher_type:
+        case "allgather":
+            return AllGatherDispatcher(blocks, readers.row_counts)
+        case "alltoall":
+            return AllToAllDispatcher(blocks, readers.row_counts, parts)
+        case "flex":
+            buffer = make_buffer(mesh.expert_parallel_mesh.get_group("ep"), spec.model.hidden_size)
+            return DeepEPDispatcher(blocks, buffer, parts)

@@ -66,6 +66,8 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     if unsupported_values:
         raise ValueError(f"the engine does not run {', '.join(unsupported_values)}")
     spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory
+    if spec.parallel.moe_token_dispatcher_type == "flex":  # DeepEP needs a GPU; the rows of experts are as many
+        spec = with_values(spec, {"parallel.moe_token_dispatcher_type": "alltoall"})
     topology = Topology.from_spec(spec)
     rank = topology.dense_grid.group(0, "pp")[predict_memory(spec).rank] if rank is None else rank
     coordinates = topology.coordinates(rank)

@@ -144,6 +144,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "moe-router-score-function": (1, "model.moe.score"),
     "moe-router-pre-softmax": (0, "model.moe.normalize_top_k"),
     "moe-router-dtype": (1, "model.moe.router_dtype"),
+    "moe-enable-deepep": (0, "parallel.moe_token_dispatcher_type"),
     "moe-router-load-balancing-type": (MANY, "model.moe.balance_loss"),
     "moe-aux-loss-coeff": (MANY, "model.moe.balance_loss_coeff"),
     "moe-expert-capacity-factor": (1, "model.moe.capacity_factor"),

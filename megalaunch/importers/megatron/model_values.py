@@ -187,6 +187,8 @@ def _experts(given: Arguments, values: Values) -> None:
         values["model.moe.router_dtype"] = router
     elif given.has("bf16"):
         values["model.moe.router_dtype"] = "bf16"
+    if given.has("moe-enable-deepep"):
+        values["parallel.moe_token_dispatcher_type"] = "flex"
     _balance(given, values)
     capacity = given.number("moe-expert-capacity-factor")
     if capacity is not None:

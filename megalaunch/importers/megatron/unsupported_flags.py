@@ -67,7 +67,7 @@ IGNORED: dict[str, str] = {
         defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute overlap-dispatch-* ep-overlap-*
         overlap-p2p-* overlap-param-gather-with-optimizer-step no-gradient-reduce-div-fusion moe-deepep-*
         moe-hybridep-*
-        moe-permute-fusion-into-hybridep moe-flex-dispatcher-* moe-ncclep-* moe-enable-deepep
+        moe-permute-fusion-into-hybridep moe-flex-dispatcher-* moe-ncclep-*
         moe-shared-expert-overlap distributed-backend
         disable-gloo-process-groups torch-fsdp2-* megatron-fsdp-* no-use-layer-wise-param-layout
         init-model-with-meta-device

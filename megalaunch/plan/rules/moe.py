@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import nearest
-from megalaunch.platform.chips import CHIPS
 
 register_inert(
     InertSetting(
@@ -114,44 +113,6 @@ def bias_by_etp(at: RuleContext) -> Iterator[Violation]:
             f"biases of experts (mlp_bias) need etp 1, but it is {etp}",
             {"etp": etp},
             ({"parallel.etp": 1}, {"model.mlp_bias": False}),
-        )
-
-
-@rule("moe.flex_needs_ranks", "moe_token_dispatcher_type=flex has tp x ep above 1.")
-def flex_needs_ranks(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP's kernels send tokens between GPUs."""
-    p = at.spec.parallel
-    if at.has_experts and p.moe_token_dispatcher_type == "flex" and p.tp * p.ep == 1:
-        yield Violation(
-            "parallel.moe_token_dispatcher_type",
-            "moe_token_dispatcher_type=flex needs tp x ep above 1",
-            {"tp": p.tp, "ep": p.ep},
-            ({"parallel.moe_token_dispatcher_type": "alltoall"}, {"parallel.ep": 2}),
-        )
-
-
-@rule("moe.flex_needs_gpu", "moe_token_dispatcher_type=flex runs on NVIDIA GPUs.")
-def flex_needs_gpu(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP is written for NVLink and NVSHMEM."""
-    chip = CHIPS.get(at.spec.platform.chip)
-    fits = chip is None or chip.visible_devices_variable == "CUDA_VISIBLE_DEVICES"
-    if at.has_experts and at.spec.parallel.moe_token_dispatcher_type == "flex" and not fits:
-        yield Violation(
-            "parallel.moe_token_dispatcher_type",
-            f"moe_token_dispatcher_type=flex has no kernels for {at.spec.platform.chip}",
-            fixes=({"parallel.moe_token_dispatcher_type": "alltoall"},),
-        )
-
-
-@rule("moe.flex_router", "With moe_token_dispatcher_type=flex router_dtype is fp32.")
-def flex_router(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP's kernels support no other dtype of router weights."""
-    spec = at.spec
-    if at.has_experts and spec.parallel.moe_token_dispatcher_type == "flex" and spec.model.moe.router_dtype != "fp32":
-        yield Violation(
-            "model.moe.router_dtype",
-            f"moe_token_dispatcher_type=flex needs router_dtype=fp32, but it is {spec.model.moe.router_dtype}",
-            fixes=({"model.moe.router_dtype": "fp32"}, {"parallel.moe_token_dispatcher_type": "alltoall"}),
         )
 
 

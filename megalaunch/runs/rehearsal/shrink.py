@@ -94,9 +94,10 @@ def _small_schedule(spec: RunSpec) -> dict[str, Any]:
 
 def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> dict[str, Any]:
     """Return what concerns the length of the run, its checkpoints and this machine."""
-    scale = spec.precision.loss_scale
+    scale, dispatcher = spec.precision.loss_scale, spec.parallel.moe_token_dispatcher_type
     return {
         "platform.chip": "cpu",
+        "parallel.moe_token_dispatcher_type": "alltoall" if dispatcher == "flex" else dispatcher,
         "train.steps": STEPS,
         "train.exit_at_step": None,
         "train.validation_interval": min(SAVED_STEP, spec.train.validation_interval),

@@ -31,7 +31,6 @@ BESIDE = {
     "parallel.pp": {"parallel.pp": 2, "model.num_layers": 4},
     "parallel.cp": {"parallel.cp": 2},
     "parallel.ep": EP,
-    "parallel.moe_token_dispatcher_type": EP,
     "recompute.method": {"recompute.method": "uniform"},
 }
 

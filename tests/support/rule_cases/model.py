@@ -101,6 +101,7 @@ MTP = {
     ),
     "mtp.length": Case("model.mtp.num_layers=32", "model.mtp.num_layers=31", DEEPSEEK),
 }  # fmt: skip
+FLEX = (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex")
 EXPERTS = {
     "moe.idle": Case("model.moe.top_k=4", "model.moe.top_k=2"),
     "moe.top_k": Case("model.moe.top_k=5", "model.moe.top_k=4", MIXTRAL),
@@ -116,17 +117,20 @@ EXPERTS = {
     "moe.bias_by_etp": Case(
         "model.mlp_bias=true parallel=dp2etp2", "model.mlp_bias=false parallel=dp2etp2", MIXTRAL
     ),
-    "moe.flex_needs_ranks": Case(
-        "parallel=ep1", "parallel=ep2",
-        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex"),
-    ),
+    "moe.flex_needs_ranks": Case("parallel.ep=1", "parallel.ep=2", FLEX),
     "moe.flex_needs_gpu": Case(
         "parallel.moe_token_dispatcher_type=flex", "parallel.moe_token_dispatcher_type=alltoall",
-        (*MIXTRAL, "parallel=dp2ep2")
+        (*MIXTRAL, "parallel=dp2ep2", "precision.compute_dtype=bf16")
     ),
     "moe.flex_router": Case(
-        "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32",
-        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex", "parallel.ep=2"),
+        "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32", (*FLEX, "parallel.ep=2")
+    ),
+    "moe.flex_dtype": Case(
+        "precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*FLEX, "parallel.ep=2")
+    ),
+    "moe.flex_etp": Case("parallel.etp=2", "parallel.etp=1", (*FLEX, "parallel.ep=2")),
+    "moe.flex_hidden": Case(
+        "model.hidden_size=132", "model.hidden_size=128", (*FLEX, "parallel.ep=2", "model.head_dim=32")
     ),
     "moe.dispatcher_without_ep": Case(
         "parallel.moe_token_dispatcher_type=allgather",
