@@ -9,6 +9,7 @@ from statistics import fmean
 
 from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.tail import JsonlTail
+from megalaunch.plan.batch import mean_batch_share
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.chips import CHIPS
@@ -155,7 +156,13 @@ class RunState:
             (began, first), (ended, last) = self._pace_from, self._pace_to
             if last - first >= _PACE_STEPS:
                 pace = max(pace, (ended - began) / (last - first))
-        return pace * max(0, self.last_step - self.step)
+        left = mean_batch_share(self.spec, self.step + 1, self.last_step) / self._recent_share
+        return pace * left * max(0, self.last_step - self.step)
+
+    @property
+    def _recent_share(self) -> float:
+        """Mean batch size of the recent steps during a batch size rampup, as a share of the final one."""
+        return mean_batch_share(self.spec, max(1, self.step - len(self._step_seconds) + 1), self.step)
 
     @property
     def _mean_step(self) -> float | None:
@@ -166,7 +173,9 @@ class RunState:
     def device_flops(self) -> float | None:
         """FLOP/s of one device over the recent steps; None before the first step."""
         seconds = self._mean_step
-        return None if seconds is None else self.scale.step_flops / seconds / self.scale.devices
+        if seconds is None:
+            return None
+        return self.scale.step_flops * self._recent_share / seconds / self.scale.devices
 
     @property
     def utilization(self) -> float | None:

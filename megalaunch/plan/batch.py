@@ -12,6 +12,9 @@ from megalaunch.schema import RunSpec
 
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENTRY = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?):(\d{1,18})", re.IGNORECASE)
+_INCREMENTS = re.compile(r"\s*(\d{1,18})[\s,]+(\d{1,18})[\s,]+(\d{1,18})\s*")
+_MOST_STAGES = 10_000
+_UNLIMITED = 10**18  # steps
 
 
 class RampError(ValueError):
@@ -45,9 +48,33 @@ def format_rampup(stages: Iterable[RampStage]) -> str:
 
 def get_rampup(spec: RunSpec) -> tuple[RampStage, ...]:
     """Return the stages of a run's batch size, one without a rampup; raises RampError if it cannot be parsed."""
-    if spec.batch.rampup_batch_size is None:
-        return (RampStage(0, spec.batch.global_batch_size),)
-    return _parsed(spec.batch.rampup_batch_size)
+    batch = spec.batch
+    if batch.rampup_batch_size is None:
+        return (RampStage(0, batch.global_batch_size),)
+    return _parsed(batch.rampup_batch_size, batch.global_batch_size, batch.sequence_length)
+
+
+def parse_increments(text: str, global_batch_size: int, sequence_length: int) -> tuple[RampStage, ...] | None:
+    """Parse Megatron-LM's `START INCREMENT SAMPLES`; None for another text, raises RampError for impossible numbers.
+
+    As in `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core, the batch grows from START by INCREMENT, n times
+    up to `global_batch_size`, each time after SAMPLES / n further samples.
+    """
+    match = _INCREMENTS.fullmatch(text)
+    if match is None:
+        return None
+    start, increment, ramp = (int(number) for number in match.groups())
+    growth = global_batch_size - start
+    if 0 in (start, increment) or growth < 0 or growth % increment:
+        raise RampError(
+            f"{text.strip()!r} does not lead from {start} in increments of {increment} to global_batch_size "
+            f"{global_batch_size}: write START INCREMENT SAMPLES, global_batch_size = START + n x INCREMENT"
+        )
+    count = growth // increment
+    if count > _MOST_STAGES:
+        raise RampError(f"{text.strip()!r} has {count} increments, more than {_MOST_STAGES}: give a larger increment")
+    begins = ((number, -(-number * ramp // count) if number else 0) for number in range(count + 1))
+    return tuple(RampStage(first * sequence_length, start + number * increment) for number, first in begins)
 
 
 def batch_gcd(spec: RunSpec) -> int:
@@ -81,6 +108,30 @@ def samples_after(spec: RunSpec, steps: int) -> int:
     return consumed
 
 
+def samples_of_step(spec: RunSpec, step: int) -> range:
+    """Return the samples of a step (from 1), as positions in the training order."""
+    return range(samples_after(spec, step - 1), samples_after(spec, step))
+
+
+def schedule_position(spec: RunSpec, step: int) -> float:
+    """Return the position of a step in the learning rate schedule, in steps of the final batch size.
+
+    The schedule counts samples, as in Megatron-LM: a step of half the final batch advances it by half a step. Without
+    a rampup it is the step's number.
+    """
+    if spec.batch.rampup_batch_size is None:
+        return step
+    return samples_after(spec, step) / spec.batch.global_batch_size
+
+
+def mean_batch_share(spec: RunSpec, first: int, last: int) -> float:
+    """Return the mean batch size of the steps `first` to `last` (from 1), as a share of the final batch size."""
+    if spec.batch.rampup_batch_size is None or first > last:
+        return 1.0
+    samples = samples_after(spec, last) - samples_after(spec, first - 1)
+    return samples / ((last - first + 1) * spec.batch.global_batch_size)
+
+
 def steps_per_stage(spec: RunSpec) -> tuple[int, ...]:
     """Return the steps of the run in each stage of its rampup (0: never reached); raises RampError."""
     get_rampup(spec)
@@ -95,6 +146,15 @@ def tokens_per_step(spec: RunSpec) -> int:
 def samples_requested(spec: RunSpec) -> int:
     """Return the training samples of the run: train.steps * batch.global_batch_size, fewer with a rampup."""
     return samples_after(spec, spec.train.steps)
+
+
+def steps_by_size(spec: RunSpec, tokens: float) -> Iterator[tuple[float, int]]:
+    """Yield (steps, samples per step) of each batch size until `tokens` are trained; the last step may be partial."""
+    left = tokens
+    for steps, samples in _steps_per_stage(spec, _UNLIMITED):
+        taken = min(float(steps), left / (samples * spec.batch.sequence_length))
+        left -= taken * samples * spec.batch.sequence_length
+        yield taken, samples
 
 
 def tokens_requested(spec: RunSpec) -> int:
@@ -124,7 +184,9 @@ def _short(tokens: int) -> str:
     return "0"
 
 
-_parsed = lru_cache(maxsize=256)(parse_ramp)
+@lru_cache(maxsize=256)
+def _parsed(text: str, global_batch_size: int, sequence_length: int) -> tuple[RampStage, ...]:
+    return parse_increments(text, global_batch_size, sequence_length) or parse_ramp(text)
 
 
 def _stages(spec: RunSpec) -> tuple[RampStage, ...]:

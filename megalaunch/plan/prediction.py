@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megalaunch.plan.batch import tokens_per_step
+from megalaunch.plan.batch import steps_by_size, tokens_requested
 from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownChipSpeed, step_time
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
@@ -68,13 +68,13 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
     """Predict a resolved spec.
 
     Args:
-        tokens: the token budget; None: the tokens of train.steps at the full batch.
+        tokens: the token budget; None: the tokens of train.steps.
 
     Raises:
         ValueError: the spec is open, or a degree does not divide (StageError for stages).
     """
     topology = Topology.from_spec(spec)
-    budget = float(tokens_per_step(spec) * spec.train.steps) if tokens is None else tokens
+    budget = float(tokens_requested(spec)) if tokens is None else tokens
     time: StepTime | None = None
     why = ""
     try:
@@ -92,8 +92,20 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
         time=time,
         why_no_time=why,
         budget=budget,
-        days=budget / tokens_per_step(spec) * time.total / DAY if time else None,
+        days=_seconds(spec, budget, time.total) / DAY if time else None,
     )
+
+
+def _seconds(spec: RunSpec, tokens: float, full_step: float) -> float:
+    """Return the seconds to train on `tokens`; a step's time grows linearly with the batch size of a rampup."""
+    steps = list(steps_by_size(spec, tokens))
+    full, first = spec.batch.global_batch_size, steps[0][1]
+    if first == full:
+        return sum(count for count, _ in steps) * full_step
+    batch = replace(spec.batch, global_batch_size=first, rampup_batch_size=None)
+    first_step = step_time(replace(spec, batch=batch)).total
+    per_sample = (full_step - first_step) / (full - first)
+    return sum(count * (first_step + (samples - first) * per_sample) for count, samples in steps)
 
 
 def rank_groups(topology: Topology) -> Iterator[Groups]:

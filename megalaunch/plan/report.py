@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalaunch.format.table import table_lines
-from megalaunch.plan.batch import tokens_per_step
+from megalaunch.plan.batch import get_rampup, tokens_per_step, tokens_requested
 from megalaunch.plan.findings import Finding, Severity, as_json, as_override, has_errors
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
@@ -84,11 +84,12 @@ def _model(spec: RunSpec) -> str:
 def _batch(spec: RunSpec, topology: Topology) -> str:
     factors = f"micro {topology.micro_batch_size} x dp {topology.dp} x {topology.microbatches} microbatches"
     sizes = f"sequence {spec.batch.sequence_length}; {tokens_per_step(spec):,} tokens per step"
-    return f"{spec.batch.global_batch_size} = {factors}; {sizes}"
+    ramp = "" if spec.batch.rampup_batch_size is None else f"; rampup from {get_rampup(spec)[0].samples} samples"
+    return f"{spec.batch.global_batch_size} = {factors}; {sizes}{ramp}"
 
 
 def _length(spec: RunSpec, train_tokens: int | None) -> str:
-    tokens = tokens_per_step(spec) * spec.train.steps
+    tokens = tokens_requested(spec)
     epochs = f" ({tokens / train_tokens:.2f} epochs of {train_tokens:,})" if train_tokens else ""
     return f"{spec.train.steps:,} steps, {tokens:,} tokens{epochs}"
 

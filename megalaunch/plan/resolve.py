@@ -286,7 +286,7 @@ def _for_every_stage(share: int, spec: RunSpec) -> int:
 def _horizons(spec: RunSpec) -> _Changes:
     changes: _Changes = {}
     if spec.schedule.decay_steps is None:
-        changes["schedule.decay_steps"] = (spec.train.steps, "train.steps")
+        changes["schedule.decay_steps"] = _decay_steps(spec)
     if spec.data.num_samples is None:
         changes["data.num_samples"] = (
             samples_requested(spec),
@@ -295,6 +295,12 @@ def _horizons(spec: RunSpec) -> _Changes:
             else "sum of the rampup's batches over train.steps",
         )
     return changes
+
+
+def _decay_steps(spec: RunSpec) -> tuple[int, str]:
+    if spec.batch.rampup_batch_size is None:
+        return spec.train.steps, "train.steps"
+    return max(1, samples_requested(spec) // spec.batch.global_batch_size), "samples of the run / global_batch_size"
 
 
 def _warmup(spec: RunSpec) -> _Changes:

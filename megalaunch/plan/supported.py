@@ -34,7 +34,6 @@ LIMITS = (
     Limit("precision.compute_dtype", ("auto", "fp32", "bf16", "fp16"), "fp8"),
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
     Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
-    Limit("batch.rampup_batch_size", (None,), "batch size rampup"),
 )
 
 

@@ -24,5 +24,6 @@ class BatchSpec:
     global_batch_size: int = setting(meaning="Samples per optimizer step, over all data-parallel ranks.", minimum=1)
     rampup_batch_size: str | None = setting(
         None,
-        "Batch size rampup as `TOKENS:SAMPLES` pairs, first at 0 tokens, last with global_batch_size: `0:512 2B:1024`.",
+        "Batch size rampup up to global_batch_size, as `TOKENS:SAMPLES` pairs from 0 tokens on (`0:512 2B:1024`) or as "
+        "Megatron's `START INCREMENT SAMPLES` (`16 16 5859375`).",
     )

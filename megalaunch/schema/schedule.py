@@ -10,7 +10,10 @@ from megalaunch.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """Learning rate schedule: linear warmup, then lr = min_lr + f * (optimizer.lr - min_lr), f as in Megatron."""
+    """Learning rate schedule: linear warmup, then lr = min_lr + f * (optimizer.lr - min_lr), f as in Megatron.
+
+    Steps are those of batch.global_batch_size; during a batch size rampup a step counts as its share of that batch.
+    """
 
     shape: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = setting(
         "cosine", "Shape of the decay after the warmup."
@@ -26,7 +29,10 @@ class ScheduleSpec:
     )
     warmup_init_lr: float = setting(0.0, "Learning rate at the start of the warmup.", minimum=0)
     decay_steps: int | None = setting(
-        None, "Step at which the decay reaches min_lr; null: train.steps.", "steps", minimum=1
+        None,
+        "Step at which the decay reaches min_lr; null: train.steps (the samples of the run / global_batch_size).",
+        "steps",
+        minimum=1,
     )
     min_lr: float | None = setting(
         None, "Learning rate at and after decay_steps; null: min_lr_fraction * optimizer.lr.", minimum=0

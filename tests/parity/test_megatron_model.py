@@ -28,7 +28,7 @@ def both(spec: RunSpec) -> dict[str, Any]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(BATCH, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(spec, mesh), mesh.device)
     loss = make_forward_backward(spec, mesh, model).train(batches.get(1, 1), BATCH * SEQUENCE).sum().item()
     batches.close()
     finalize_grads(model, mesh, spec.parallel.sequence_parallel)

@@ -102,6 +102,11 @@ def test_a_schedule_of_batches_that_bash_takes_apart_is_put_together():
     assert (values["batch.rampup_batch_size"], values["batch.global_batch_size"]) == ("0:4 2.4B:320", 320)
 
 
+def test_a_rampup_in_increments_keeps_its_three_numbers():
+    values = import_script(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 100", "x", "x").values
+    assert (values["batch.rampup_batch_size"], values["batch.global_batch_size"]) == ("16 16 100", 64)
+
+
 def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
     spec = spec_of(tmp_path, MIXTRAL_8X7B, given={"1": "/data/corpus_text_document"})
     assert spec.data.train_prefix == "/data/corpus_text_document"
@@ -225,7 +230,6 @@ def test_all_of_it_composes(tmp_path):
     ("flags", "flag", "status", "text"),
     [
         ("--use-flash-attn", "--use-flash-attn", "ignored", "Megatron itself ignores it"),
-        ("--rampup-batch-size 16 16 100", "--rampup-batch-size", "ignored", "ignores"),
         ("--tensorboard-dir /x", "--tensorboard-dir", "ignored", "megalaunch uses no tracker"),
         ("--wandb-project x", "--wandb-project", "ignored", "are in metrics.jsonl"),
         ("--log-validation-ppl-to-tensorboard", "--log-validation-ppl-to-tensorboard", "ignored", "uses no tracker"),

@@ -34,6 +34,7 @@ from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.plan.batch import samples_of_step, schedule_position
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, build_run_spec
 
@@ -137,10 +138,10 @@ def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
     if prepare is not None:
         prepare(model)
     optimizer = plain_optimizer(spec.optimizer, dict(model.named_parameters()))
-    rows, size = samples_of(spec), spec.batch.global_batch_size
+    rows = samples_of(spec)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
-        indices = range(step * size, (step + 1) * size)
+        indices = samples_of_step(spec, step + 1)
         streams = [_streams(spec, index) for index in indices]
         summed = (_plain_loss(model, rows[index], drawn) for index, drawn in zip(indices, streams, strict=True))
         loss = sum(summed) / labels_of(rows, indices)
@@ -152,7 +153,7 @@ def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
         losses.append(loss.item())
         for group in optimizer.param_groups:
             first = spec.schedule.warmup_init_lr
-            group["lr"] = first + (group["peak"] - first) * min(1, (step + 1) / WARMUP)
+            group["lr"] = first + (group["peak"] - first) * min(1, schedule_position(spec, step + 1) / WARMUP)
         optimizer.step()
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
@@ -208,7 +209,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None =
         prepare(model)
     optimizer = _NotingOptimizer(model, spec)
     samples = samples_of(spec)
-    sampler = make_batch_sampler(spec.batch.global_batch_size, mesh)
+    sampler = make_batch_sampler(spec, mesh)
     batches = PrefetchingDataLoader(samples, sampler, mesh.device, mtp_depths=spec.model.mtp.num_layers)
     forward_backward = make_forward_backward(spec, mesh, model)
     step = TrainStep(spec, mesh, model, forward_backward, optimizer, samples)

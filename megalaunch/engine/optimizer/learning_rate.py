@@ -7,7 +7,7 @@ import math
 from megalaunch.schema.schedule import ScheduleSpec
 
 
-def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
+def learning_rate(schedule: ScheduleSpec, peak: float, step: float) -> float:
     """Return the learning rate of one update.
 
     Linear warmup from `schedule.warmup_init_lr` to `peak`, then the schedule's shape down to `schedule.min_lr`.
@@ -16,7 +16,7 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
     Args:
         schedule: The schedule; `decay_steps` must be resolved.
         peak: The learning rate after warmup.
-        step: Number of the update, from 1.
+        step: Number of the update, from 1; during a batch size rampup `plan.batch.schedule_position` of the update.
 
     Raises:
         ValueError: `schedule.decay_steps` is null.
@@ -39,7 +39,7 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
     return floor + share * (peak - floor)
 
 
-def _wsd_decay_factor(schedule: ScheduleSpec, horizon: int, step: int) -> float:
+def _wsd_decay_factor(schedule: ScheduleSpec, horizon: int, step: float) -> float:
     """Return the factor of the warmup-stable-decay schedule: 1 in the stable phase, then down to 0."""
     length = schedule.wsd_decay_steps or 0
     start = horizon - length

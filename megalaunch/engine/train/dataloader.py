@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,9 @@ from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.engine.train.multi_token import shift_tokens
+from megalaunch.plan.batch import samples_of_step
 from megalaunch.rundir.outcome import ExitCode
+from megalaunch.schema import RunSpec
 
 _STEPS_AHEAD = 2
 _TIMEOUT = 2.0  # seconds between reports of a wait for tokens
@@ -106,7 +109,7 @@ class BatchSampler:
     Microbatch m of rank r has the `micro_batch_size` samples from (m * data_size + r) * micro_batch_size on.
 
     Attributes:
-        global_batch_size: Samples of a step over all ranks.
+        step_samples: Takes the number of a step (from 1); returns its samples over all ranks.
         micro_batch_size: Samples of a microbatch.
         data_rank: The data-parallel rank.
         data_size: Number of data-parallel ranks.
@@ -114,7 +117,7 @@ class BatchSampler:
         by_length: Dynamic context parallelism: partition the documents of a microbatch by length.
     """
 
-    global_batch_size: int
+    step_samples: Callable[[int], range]
     micro_batch_size: int
     data_rank: int
     data_size: int
@@ -123,17 +126,22 @@ class BatchSampler:
 
     def indices(self, step: int) -> tuple[range, ...]:
         """Return the sample indices of each of this rank's microbatches in `step` (from 1)."""
-        start, width = (step - 1) * self.global_batch_size, self.micro_batch_size
-        count = self.global_batch_size // (width * self.data_size)
-        firsts = (start + (m * self.data_size + self.data_rank) * width for m in range(count))
+        samples, width = self.step_samples(step), self.micro_batch_size
+        count = len(samples) // (width * self.data_size)
+        firsts = (samples.start + (m * self.data_size + self.data_rank) * width for m in range(count))
         return tuple(range(first, first + width) for first in firsts)
 
 
-def make_batch_sampler(global_batch_size: int, mesh: Mesh) -> BatchSampler:
-    """Build the batch sampler of this rank."""
+def make_batch_sampler(spec: RunSpec, mesh: Mesh) -> BatchSampler:
+    """Build the batch sampler of this rank, for a constant batch size or a rampup."""
     t = mesh.topology
     return BatchSampler(
-        global_batch_size, t.micro_batch_size, mesh.dp_rank, mesh.dp_size, mesh.cp, t.dynamic_context_parallel
+        partial(samples_of_step, spec),
+        t.micro_batch_size,
+        mesh.dp_rank,
+        mesh.dp_size,
+        mesh.cp,
+        t.dynamic_context_parallel,
     )
 
 

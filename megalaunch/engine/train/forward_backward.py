@@ -1,10 +1,10 @@
 """Forward and backward passes over a step's microbatches, with gradient accumulation; with and without a pipeline.
 
 Gradient accumulation: each data-parallel rank computes its part of a global batch as M microbatches,
-M = global_batch_size / (dp * micro_batch_size). The gradients of the M backward passes are added up before the one
-optimizer step. Each loss is divided by the step's global number of valid tokens before backward, so the sum over
-microbatches, data-parallel and context-parallel ranks is the gradient of the mean token loss: nothing is divided by M
-or by dp afterwards.
+M = global_batch_size / (dp * micro_batch_size), fewer during a batch size rampup. The gradients of the M backward
+passes are added up before the one optimizer step. Each loss is divided by the step's global number of valid tokens
+before backward, so the sum over microbatches, data-parallel and context-parallel ranks is the gradient of the mean
+token loss: nothing is divided by M or by dp afterwards.
 
 Reduction over the FSDP mesh (dp and cp ranks), by `parallel.data_sharding` (`engine/parallel/fsdp.py`, `ZERO_STAGES`):
 
@@ -21,7 +21,7 @@ Gradients that are partial over tp or pipeline stages are summed later, by `fina
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.moe_layer import MoELayer
+from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.parallel.fsdp import reduce_grads_if_due, reshard, set_grad_sync
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
 from megalaunch.engine.parallel.pipeline_parallel import Pipeline
@@ -71,6 +72,9 @@ class ForwardBackward(Protocol):
 
     def set_loss_scale(self, scale: float) -> None:
         """Multiply the losses of the next steps by `scale` for backward, those of routers too; results are unscaled."""
+
+    def set_microbatches(self, count: int) -> None:
+        """Average the losses of routers over `count` microbatches of the next steps' global batches."""
 
 
 def make_forward_backward(
@@ -153,6 +157,10 @@ class SingleStage:
         self.loss.scale = scale
         _scale_router_losses([self.model], scale)
 
+    def set_microbatches(self, count: int) -> None:
+        """Set the microbatches of a step in every router."""
+        _set_router_microbatches([self.model], count)
+
 
 @dataclass(frozen=True)
 class PipelineForwardBackward:
@@ -195,13 +203,28 @@ class PipelineForwardBackward:
         self.loss.scale = scale
         _scale_router_losses(self.model.parts, scale)
 
+    def set_microbatches(self, count: int) -> None:
+        """Set the microbatches of a step in every router."""
+        _set_router_microbatches(self.model.parts, count)
+
 
 def _scale_router_losses(parts: Sequence[Decoder], scale: float) -> None:
     """Set the loss scale of every router: a tensor, as a compiled layer would be compiled again for another float."""
+    for router, device in _routers(parts):
+        router.loss_scale = torch.tensor(scale, device=device)
+
+
+def _set_router_microbatches(parts: Sequence[Decoder], count: int) -> None:
+    """Set the microbatches of the global batch in every router, as a tensor for the same reason."""
+    for router, device in _routers(parts):
+        router.microbatches = torch.tensor(float(count), device=device)
+
+
+def _routers(parts: Sequence[Decoder]) -> Iterator[tuple[Router, torch.device]]:
     for part in parts:
         for layer in part.all_layers.values():
             if isinstance(layer.mlp, MoELayer):
-                layer.mlp.router.loss_scale = torch.tensor(scale, device=part.device)
+                yield layer.mlp.router, part.device
 
 
 def _dropout_seeds(model: Decoder, seed: int, samples: Sequence[int]) -> Tensor | None:

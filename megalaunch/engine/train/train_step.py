@@ -34,6 +34,7 @@ from megalaunch.engine.train.expert_load import first_non_finite_router, take_ex
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
 from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
+from megalaunch.plan.batch import samples_of_step, schedule_position
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec
 
@@ -121,6 +122,10 @@ class TrainStep:
         updates, limits = self._updates, self._spec.precision.loss_scale
         if updates.loss_scale is not None:
             self._forward_backward.set_loss_scale(updates.factor)
+        batch_spec = self._spec.batch
+        if batch_spec.rampup_batch_size is not None:
+            samples = len(samples_of_step(self._spec, step))
+            self._forward_backward.set_microbatches(samples // (batch_spec.micro_batch_size or 1))
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
         # Before the norm, which must be that of the full gradients.
@@ -168,9 +173,9 @@ class TrainStep:
     def _learning_rates(self, update: int) -> tuple[float, float | None]:
         """Return the learning rate of an update, and that of embedding and head if they have one of their own."""
         schedule, optimizer = self._spec.schedule, self._spec.optimizer
-        own = optimizer.embedding_lr
-        return learning_rate(schedule, optimizer.lr, update), own if own is None else learning_rate(
-            schedule, own, update
+        own, position = optimizer.embedding_lr, schedule_position(self._spec, update)
+        return learning_rate(schedule, optimizer.lr, position), own if own is None else learning_rate(
+            schedule, own, position
         )
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
@@ -207,9 +212,9 @@ class TrainStep:
             shown = "; ".join(samples[:_SAMPLES_SHOWN])
             return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of: {shown}{more}"
         # Gradients were summed over ranks before this check, so the rank of origin is lost.
-        size, scale = self._spec.batch.global_batch_size, self._updates.loss_scale
+        read, scale = samples_of_step(self._spec, step), self._updates.loss_scale
         scaled = "" if scale is None else f", with the loss scale at its minimum of {scale.scale:g}"
         return (
             f"the gradient norm of step {step} is {stats.grad_norm} though its loss is {stats.loss:.4g}, "
-            f"in samples {(step - 1) * size} to {step * size - 1}{scaled}"
+            f"in samples {read.start} to {read.stop - 1}{scaled}"
         )

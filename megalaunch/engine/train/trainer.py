@@ -97,7 +97,7 @@ class Trainer:
     def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
-        self._batch_sampler = make_batch_sampler(state.spec.batch.global_batch_size, state.mesh)
+        self._batch_sampler = make_batch_sampler(state.spec, state.mesh)
         self._progress = TrainProgress(step=0, tokens=0)
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0

@@ -191,6 +191,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "moe-layer-recompute": (0, "recompute.granularity recompute.modules"),
     "global-batch-size": (1, "batch.global_batch_size"),
     "step-batch-size-schedule": (MANY, "batch.rampup_batch_size"),
+    "rampup-batch-size": (MANY, "batch.rampup_batch_size"),
     "train-iters": (1, "train.steps"),
     "train-samples": (1, "train.steps"),
     "lr-decay-style": (1, "schedule.shape"),

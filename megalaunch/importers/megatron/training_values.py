@@ -163,6 +163,8 @@ def _batch(given: Arguments, values: Values, world: int | None) -> None:
         values["batch.rampup_batch_size"] = ramp
         last = ramp.split()[-1].rpartition(":")[2] if ramp.split() else ""
         size = int(last) if last.isdigit() else size
+    elif given.has("rampup-batch-size"):
+        ramp = values["batch.rampup_batch_size"] = " ".join(given.values("rampup-batch-size"))
     if size is None and world is not None:
         model_devices = 1
         for axis in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"):

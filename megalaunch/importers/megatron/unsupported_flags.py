@@ -7,7 +7,7 @@ from __future__ import annotations
 
 IGNORED: dict[str, str] = {
     "Megatron itself ignores it": """
-        use-flash-attn onnx-safe use-mcore-models rampup-batch-size use-dist-ckpt dist-ckpt-format enable-gpt-oss
+        use-flash-attn onnx-safe use-mcore-models use-dist-ckpt dist-ckpt-format enable-gpt-oss
         ckpt-fully-parallel-save biencoder-* ict-* retriever-* dino-* swin-* bert-load titles-data-path indexer-*
         query-in-block-prob use-one-sent-docs evidence-data-path block-data-path embedding-path num-classes
         img-h img-w

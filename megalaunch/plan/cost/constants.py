@@ -34,7 +34,7 @@ STATEMENTS = (
     Statement("one receive buffer per microbatch in flight", "plan/memory/in_flight.py"),
     Statement("memory of libraries, NCCL buffers and fragmentation: not counted", "memory.fits warns above 95 %"),
     Statement("muon: the time of AdamW, without Newton-Schulz iterations", "they are shared by the ranks"),
-    Statement("rampup, evaluation, checkpoints and failures: no time", "steps at the full batch"),
+    Statement("evaluation, checkpoints and failures: no time", "only training steps"),
 )
 
 

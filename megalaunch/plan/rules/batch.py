@@ -38,6 +38,7 @@ def global_by_dp(at: RuleContext) -> Iterator[Violation]:
 
 
 _NO_RAMP: Fix = {"batch.rampup_batch_size": None}
+_MOST_WRITTEN = 8
 
 
 def _stages(at: RuleContext) -> tuple[RampStage, ...]:
@@ -48,11 +49,13 @@ def _stages(at: RuleContext) -> tuple[RampStage, ...]:
         return ()
 
 
-def _rewritten(stages: tuple[RampStage, ...] | list[RampStage]) -> Fix:
-    return {"batch.rampup_batch_size": format_rampup(stages)}
+def _rewritten(stages: tuple[RampStage, ...] | list[RampStage]) -> Iterator[Fix]:
+    """Yield the fix that writes these stages; none for so many that nobody would write them."""
+    if len(stages) <= _MOST_WRITTEN:
+        yield {"batch.rampup_batch_size": format_rampup(stages)}
 
 
-@rule("batch.rampup_form", "A batch size rampup is a list of TOKENS:SAMPLES.")
+@rule("batch.rampup_form", "A batch size rampup is a list of TOKENS:SAMPLES, or START INCREMENT SAMPLES.")
 def rampup_form(at: RuleContext) -> Iterator[Violation]:
     """Thresholds are trained tokens, as in `0:512 2B:1024`."""
     try:
@@ -71,7 +74,7 @@ def rampup_start(at: RuleContext) -> Iterator[Violation]:
             "batch.rampup_batch_size",
             f"the rampup starts at {stages[0].tokens} tokens, but the first step is at 0",
             {"first_threshold": stages[0].tokens},
-            (_rewritten([first, *stages[1:]]), _NO_RAMP),
+            (*_rewritten([first, *stages[1:]]), _NO_RAMP),
         )
 
 
@@ -86,7 +89,7 @@ def rampup_thresholds(at: RuleContext) -> Iterator[Violation]:
                 "batch.rampup_batch_size",
                 f"threshold {after.tokens} follows {before.tokens}",
                 {"threshold": after.tokens, "before": before.tokens},
-                (_rewritten(list(ordered.values())), _NO_RAMP),
+                (*_rewritten(list(ordered.values())), _NO_RAMP),
             )
             return
 
@@ -100,7 +103,7 @@ def rampup_sizes(at: RuleContext) -> Iterator[Violation]:
                 "batch.rampup_batch_size",
                 f"the batch size decreases from {before.samples} to {after.samples} samples at {after.tokens} tokens",
                 {"samples": after.samples, "before": before.samples, "threshold": after.tokens},
-                (_rewritten(_increasing(_stages(at))), _NO_RAMP),
+                (*_rewritten(_increasing(_stages(at))), _NO_RAMP),
             )
             return
 
@@ -123,7 +126,7 @@ def rampup_end(at: RuleContext) -> Iterator[Violation]:
             "batch.rampup_batch_size",
             f"the rampup ends at {stages[-1].samples} samples, but global_batch_size is {global_batch}",
             {"last": stages[-1].samples, "global_batch_size": global_batch},
-            ({"batch.global_batch_size": stages[-1].samples}, _rewritten([*stages[:-1], last]), _NO_RAMP),
+            ({"batch.global_batch_size": stages[-1].samples}, *_rewritten([*stages[:-1], last]), _NO_RAMP),
         )
 
 
@@ -137,14 +140,16 @@ def rampup_by_dp(at: RuleContext) -> Iterator[Violation]:
     wrong = [stage for stage in _stages(at)[:-1] if stage.samples % step]
     if wrong:
         stages = _stages(at)
-        rounded = [RampStage(s.tokens, max(step, s.samples // step * step)) for s in stages[:-1]] + [stages[-1]]
+        rounded = _increasing(
+            (*(RampStage(s.tokens, max(step, s.samples // step * step)) for s in stages[:-1]), stages[-1])
+        )
         divisor = f"micro_batch_size {micro} x dp {dp} = {step}" if micro is not None else f"dp {dp}"
         smaller = nearest("batch.micro_batch_size", micro or 1, lambda n: n < (micro or 1) and unit % (dp * n) == 0, 1)
         yield Violation(
             "batch.rampup_batch_size",
             f"the batch of {wrong[0].samples} samples at {wrong[0].tokens} tokens is not divisible by {divisor}",
             {"samples": wrong[0].samples, "micro_batch_size": micro, "dp": dp},
-            (*smaller, _rewritten(rounded), _NO_RAMP),
+            (*smaller, *_rewritten(rounded), _NO_RAMP),
         )
 
 
@@ -168,6 +173,6 @@ def rampup_used(at: RuleContext) -> Iterator[Violation]:
             "batch.rampup_batch_size",
             f"the batch of {unused[0].samples} samples at {unused[0].tokens} tokens is never used: {why}",
             {"samples": unused[0].samples, "threshold": unused[0].tokens, "steps": at.spec.train.steps},
-            (_rewritten([RampStage(0, used[0].samples), *used[1:]]), _NO_RAMP),
+            (*_rewritten([RampStage(0, used[0].samples), *used[1:]]), _NO_RAMP),
             severity="warning",
         )

@@ -46,7 +46,7 @@ def shrink(spec: RunSpec) -> Shrunk:
     layout = small_layout(spec)
     tp, pp, cp, dp = (layout[f"parallel.{axis}"] for axis in ("tp", "pp", "cp", "dp"))
     sequence_length = min(math.lcm(_TOKENS, 2 * cp * tp), spec.batch.sequence_length)
-    batch, widths = _small_batch(spec, pp, dp), small_widths(spec, tp, cp)
+    batch, widths = _small_batch(spec, pp, dp, sequence_length), small_widths(spec, tp, cp)
     values = {
         **layout,
         **widths,
@@ -65,16 +65,23 @@ def shrink(spec: RunSpec) -> Shrunk:
     return Shrunk(with_values(spec, {change.path: change.after for change in changes}), changes)
 
 
-def _small_batch(spec: RunSpec, pp: int, dp: int) -> dict[str, Any]:
-    """Return the fewest microbatches that the schedule needs: at least two, if the run accumulates gradients."""
+def _small_batch(spec: RunSpec, pp: int, dp: int, sequence_length: int) -> dict[str, Any]:
+    """Return the fewest microbatches that the schedule needs: at least two, if the run accumulates gradients.
+
+    A batch size rampup begins with these, and doubles them from the second step on.
+    """
     p, batch = spec.parallel, spec.batch
     micro = batch.micro_batch_size or 1
     before = batch.global_batch_size // (micro * (p.dp or 1))
     needed = 2 * pp if p.schedule in _V_SCHEDULES else max(2, pp)
     small_micro = min(2, micro)
-    return {
-        "batch.micro_batch_size": small_micro,
-        "batch.global_batch_size": small_micro * min(before, needed) * dp,
+    size = small_micro * min(before, needed) * dp
+    values = {"batch.micro_batch_size": small_micro, "batch.global_batch_size": size}
+    if batch.rampup_batch_size is None:
+        return values
+    return values | {
+        "batch.global_batch_size": 2 * size,
+        "batch.rampup_batch_size": f"0:{size},{size * sequence_length}:{2 * size}",
     }
 
 

@@ -62,9 +62,7 @@ class Run:
         self.optimizer = Optimizer(self.model, spec.optimizer, spec.precision)
         self.forward_backward: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)
-        self.batches = PrefetchingDataLoader(
-            samples, make_batch_sampler(spec.batch.global_batch_size, self.mesh), self.mesh.device
-        )
+        self.batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, self.mesh), self.mesh.device)
         self.step = TrainStep(spec, self.mesh, self.model, self.forward_backward, self.optimizer, samples)
 
     def steps(self, numbers: range) -> list[float]:

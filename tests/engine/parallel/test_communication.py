@@ -52,7 +52,7 @@ def one_step(spec: RunSpec) -> list[tuple[str, int]]:
     with Recorded() as building:
         model = build_sharded_model(spec, mesh)
     assert not building.events, "every rank draws its own part of the initial weights"
-    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(GLOBAL_BATCH, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(spec, mesh), mesh.device)
     batch = batches.get(1, last=1)
     batches.close()
     with Recorded() as recorded:

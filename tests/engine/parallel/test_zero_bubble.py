@@ -44,7 +44,7 @@ def _work(spec: RunSpec) -> Counter[str]:
     """Of the second step: in the first, a pipeline finds out its shapes."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     forward_backward = make_forward_backward(spec, mesh, build_sharded_model(spec, mesh))
-    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(spec, mesh), mesh.device)
     for step in (1, 2):
         calls = Calls()
         with calls:

@@ -25,6 +25,11 @@ class Counting:
         return f"row {index}"
 
 
+def batches_of(size):
+    """The samples of every step, with one batch size."""
+    return lambda step: range((step - 1) * size, step * size)
+
+
 class Broken(Counting):
     """Sample 3 cannot be read."""
 
@@ -39,17 +44,17 @@ class Broken(Counting):
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
 def test_every_sample_of_a_step_is_seen_once(ranks, micro):
-    shapes = [BatchSampler(8, micro, rank, ranks) for rank in range(ranks)]
+    shapes = [BatchSampler(batches_of(8), micro, rank, ranks) for rank in range(ranks)]
     seen = [index for shape in shapes for group in shape.indices(3) for index in group]
     assert sorted(seen) == list(range(16, 24))
 
 
 def test_microbatches_are_dealt_as_megatron_deals_them():
-    assert [list(group) for group in BatchSampler(8, 2, 1, 2).indices(1)] == [[2, 3], [6, 7]]
+    assert [list(group) for group in BatchSampler(batches_of(8), 2, 1, 2).indices(1)] == [[2, 3], [6, 7]]
 
 
 def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
-    batches = PrefetchingDataLoader(Counting(), BatchSampler(4, 2, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Counting(), BatchSampler(batches_of(4), 2, 0, 1), torch.device("cpu"))
     for step in (1, 2, 7, 1):
         batch = batches.get(step, last=9)
         first = (step - 1) * 4
@@ -65,7 +70,7 @@ def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
     [(DataError("token 9 is no id", file="x.bin"), "x.bin: token 9 is no id"), (OSError("gone"), "gone")],
 )
 def test_a_batch_that_cannot_be_read_says_why(error, shown):
-    batches = PrefetchingDataLoader(Broken(error), BatchSampler(4, 4, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Broken(error), BatchSampler(batches_of(4), 4, 0, 1), torch.device("cpu"))
     reason = f"the training tokens of step 1 cannot be read: {error}"
     assert batches.get(1, last=2).problem == RankError(ExitCode.DATA, reason)
     assert shown in reason
@@ -87,7 +92,7 @@ def test_a_wait_is_told_and_counted(monkeypatch):
         if len(told) == 3:
             release.set()
 
-    batches = PrefetchingDataLoader(Slow(), BatchSampler(4, 4, 0, 1), torch.device("cpu"), waiting)
+    batches = PrefetchingDataLoader(Slow(), BatchSampler(batches_of(4), 4, 0, 1), torch.device("cpu"), waiting)
     batch = batches.get(1, last=1)
     assert told[:3] == [1, 1, 1]
     assert batch.data_time > 0.1
@@ -97,7 +102,7 @@ def test_a_wait_is_told_and_counted(monkeypatch):
 
 @pytest.mark.parametrize("error", [ValueError("a fault of the code"), SystemExit(3), TimeoutError("a late disk")])
 def test_the_death_of_the_reader_is_seen_at_once(error):
-    batches = PrefetchingDataLoader(Broken(error), BatchSampler(4, 4, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Broken(error), BatchSampler(batches_of(4), 4, 0, 1), torch.device("cpu"))
     started = time.monotonic()
     if isinstance(error, OSError):  # what the disk says is told, not raised
         assert "a late disk" in batches.get(1, last=2).problem.reason
@@ -116,14 +121,14 @@ def test_reading_is_ahead_and_never_past_the_last_step():
             read.append(index)
             return super().__getitem__(index)
 
-    batches = PrefetchingDataLoader(Watched(), BatchSampler(2, 2, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Watched(), BatchSampler(batches_of(2), 2, 0, 1), torch.device("cpu"))
     batches.get(1, last=9)
     deadline = time.monotonic() + 10
     while len(read) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert read == [0, 1, 2, 3, 4, 5]  # two steps ahead
     batches.close()
-    batches = PrefetchingDataLoader(Watched(), BatchSampler(2, 2, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Watched(), BatchSampler(batches_of(2), 2, 0, 1), torch.device("cpu"))
     read.clear()
     for step in (1, 2):
         batches.get(step, last=2)

@@ -48,7 +48,7 @@ def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
     model = build_sharded_model(spec, mesh)
     size, scale = spec.batch.global_batch_size, 1.0
     batches = PrefetchingDataLoader(
-        RandomSamples(), make_batch_sampler(size, mesh), mesh.device, mtp_depths=spec.model.mtp.num_layers
+        RandomSamples(), make_batch_sampler(spec, mesh), mesh.device, mtp_depths=spec.model.mtp.num_layers
     )
     batch = batches.get(1, last=1)
     batches.close()
@@ -117,7 +117,7 @@ def _steps_with_overflow(spec: RunSpec, poisoned: tuple[int, ...]) -> list[objec
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
-    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     now = 0
     if mesh.rank == dist.get_world_size() - 1:
         layer = next(iter(model.parts[-1].layers.values()))

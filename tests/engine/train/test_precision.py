@@ -46,7 +46,7 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
-    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(spec, mesh), mesh.device)
     batch = batches.get(1, last=1)
     batches.close()
     computed: set[str] = set()
@@ -106,7 +106,7 @@ def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     size = spec.batch.global_batch_size
-    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(size, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(spec, mesh), mesh.device)
     make_forward_backward(spec, mesh, model).train(batches.get(1, last=1), size * SEQUENCE)
     batches.close()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
@@ -159,7 +159,7 @@ def _updated(spec: RunSpec) -> dict[str, torch.Tensor]:
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
-    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     for number in range(1, STEPS + 1):
         step.run(number, batches.get(number, STEPS), None)
     batches.close()

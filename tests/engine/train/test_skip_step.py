@@ -24,7 +24,7 @@ def _steps(spec: RunSpec) -> list[tuple[float, bool, bool, float, int]]:
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
-    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     told = []
     for number in range(1, STEPS + 1):
         before = [to_local_no_grad(p).clone() for p in model.parameters()]

@@ -52,7 +52,7 @@ def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[st
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     step = _make_step(spec, mesh, model, samples)
-    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
     if poison == "loss" and mesh.rank == 1:
         passes = itertools.count()
@@ -146,7 +146,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     step = _make_step(spec, mesh, model, samples)
-    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
     before = itertools.count()
 

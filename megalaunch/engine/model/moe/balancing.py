@@ -31,7 +31,7 @@ class Balancing:
     """What the balance of a router depends on besides its tokens.
 
     Attributes:
-        microbatches: Microbatches of the global batch, over all data-parallel ranks.
+        microbatches: Microbatches of the (final) global batch, over all data-parallel ranks.
         num_ranks: Ranks that share a microbatch's sequences: cp, and tp under sequence parallelism.
         rank: The index of this one.
         sum_counts: Sums counts over these ranks. Collective.
@@ -117,21 +117,21 @@ def router_losses(
     return RouterLosses(balance, z, attached=True)
 
 
-def attach_loss(weights_Tk: Tensor, loss: Tensor, factor: float, loss_scale: Tensor | None = None) -> Tensor:
-    """Return the weights; the backward pass adds the gradient of the loss times `factor` and the loss scale of fp16."""
-    return apply_function(_AttachLoss, weights_Tk, loss, factor, loss_scale)
+def attach_loss(weights_Tk: Tensor, loss: Tensor, loss_scale: Tensor | None = None) -> Tensor:
+    """Return the weights; the backward pass adds the gradient of the loss times the loss scale of fp16."""
+    return apply_function(_AttachLoss, weights_Tk, loss, loss_scale)
 
 
 class _AttachLoss(torch.autograd.Function):
-    """y = w. Backward: dw = dy, dloss = factor * loss_scale, whatever the gradient of the training loss."""
+    """y = w. Backward: dw = dy, dloss = loss_scale, whatever the gradient of the training loss."""
 
     @staticmethod
-    def forward(ctx: Any, weights_Tk: Tensor, loss: Tensor, factor: float, loss_scale: Tensor | None) -> Tensor:
-        ctx.factor, ctx.loss_scale = factor, loss_scale
+    def forward(ctx: Any, weights_Tk: Tensor, loss: Tensor, loss_scale: Tensor | None) -> Tensor:
+        ctx.loss_scale = loss_scale
         ctx.dtype, ctx.device = loss.dtype, loss.device
         return weights_Tk.view_as(weights_Tk)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        dloss = torch.full((), ctx.factor, dtype=ctx.dtype, device=ctx.device)
-        return gradients[0], dloss if ctx.loss_scale is None else dloss * ctx.loss_scale, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        dloss = torch.ones((), dtype=ctx.dtype, device=ctx.device)
+        return gradients[0], dloss if ctx.loss_scale is None else dloss * ctx.loss_scale, None

@@ -37,7 +37,7 @@ class ExpertLoad:
         losses: RouterLosses,
         probability: Tensor,
         dropped: Tensor,
-        microbatches: int,
+        microbatches: int | Tensor,
     ) -> None:
         """Add one microbatch; recomputation in the backward pass and evaluation add nothing.
 

@@ -32,7 +32,8 @@ class Router(nn.Module):
 
     `expert_bias` (moe.balance_bias) is added to the scores for the choice of experts only, and has no gradient.
     `previous_load_E` (balance_loss=global) are the experts' shares of the tokens of the step before.
-    `loss_scale` (fp16) multiplies the gradients of the router's losses.
+    `loss_scale` (fp16) multiplies the gradients of the router's losses, which are averaged over `microbatches`: those
+    of the global batch; during a batch size rampup the trainer sets those of the step.
     """
 
     layout = REPLICATED
@@ -46,6 +47,7 @@ class Router(nn.Module):
         # No buffer: it is no weight of the model, but a state of its training.
         self.previous_load_E = torch.zeros(config.num_experts) if config.balance_loss == "global" else None
         self.loss_scale: Tensor | None = None
+        self.microbatches: int | Tensor = balancing.microbatches
         self.expert_bias: Tensor | None
         self.register_buffer(
             "expert_bias", torch.zeros(config.num_experts, dtype=torch.float32) if config.balance_bias else None
@@ -68,11 +70,11 @@ class Router(nn.Module):
         best_BE = self.count_best(scores_TE.detach(), counts_BE)
         losses = router_losses(config, self.balancing, logits_TE, scores_TE, best_BE, self.previous_load_E)
         if losses.attached:
-            weights_Tk = attach_loss(weights_Tk, losses.total, 1 / self.balancing.microbatches, self.loss_scale)
+            weights_Tk = attach_loss(weights_Tk, losses.total / self.microbatches, self.loss_scale)
         routing = limit_to_capacity(config, self.balancing, Routing(expert_ids_Tk, weights_Tk), sequences)
         dropped = routing.count_dropped(config.num_experts)
         probability = router_probability(scores_TE.detach(), expert_ids_Tk).sum()
-        self.load.record(logits_TE, counts_BE, best_BE, losses, probability, dropped, self.balancing.microbatches)
+        self.load.record(logits_TE, counts_BE, best_BE, losses, probability, dropped, self.microbatches)
         return routing
 
     def count_best(self, scores_TE: Tensor, chosen_BE: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def test_parts_of_ranks_add_up_to_the_loss(logits):
 
 def test_an_attached_loss_adds_its_gradient_and_no_value():
     weights, other = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    out = attach_loss(weights, other.square(), 0.25)
+    out = attach_loss(weights, other.square() * 0.25)
     (out * 5).sum().backward()
     assert torch.equal(out, weights)
     assert weights.grad.tolist() == [5.0] * 3
