@@ -120,12 +120,7 @@ class TrainStep:
             mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
         tokens, *mtp_tokens = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
         updates, limits = self._updates, self._spec.precision.loss_scale
-        if updates.loss_scale is not None:
-            self._forward_backward.set_loss_scale(updates.factor)
-        batch_spec = self._spec.batch
-        if batch_spec.rampup_batch_size is not None:
-            samples = len(samples_of_step(self._spec, step))
-            self._forward_backward.set_microbatches(samples // (batch_spec.micro_batch_size or 1))
+        self._set_loss_factors(step)
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
         # Before the norm, which must be that of the full gradients.
@@ -160,6 +155,15 @@ class TrainStep:
             skipped,
             self._updates,
         )
+
+    def _set_loss_factors(self, step: int) -> None:
+        """Set what multiplies the losses of this step: the scale of fp16, and the share of a rampup's microbatches."""
+        if self._updates.loss_scale is not None:
+            self._forward_backward.set_loss_scale(self._updates.factor)
+        batch = self._spec.batch
+        if batch.rampup_batch_size is not None:
+            samples = len(samples_of_step(self._spec, step))
+            self._forward_backward.set_microbatches(samples // (batch.micro_batch_size or 1))
 
     def _update(self, rate: float, embedding_lr: float | None, norm: float, *, skipped: bool) -> None:
         """Update the parameters with clipped, unscaled gradients; a skipped step drops the gradients."""
