@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,32 @@ def read_lines(path: Path) -> Iterator[Record]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from _parse_lines(file)
+
+
+def read_last_lines(path: Path, limit: int) -> Iterator[Record]:
+    """Yield the complete records within the last `limit` bytes of a file, in the order of the file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - limit))
+        if size > limit:
+            file.readline()  # the rest of a line whose start is before the limit
+        yield from _parse_lines(file)
+
+
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[Record]:
+    """Yield the records of complete lines; an incomplete last line (of a killed writer) is skipped."""
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> int:

@@ -1,0 +1,1 @@
+"""`megalaunch runs`: list, compare and clean the runs of a folder."""
