@@ -9,6 +9,7 @@ from megalaunch.schema.setting import setting
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 BalanceLoss = Literal["none", "batch", "sequence", "global"]
+ExpertChoice = Literal["scores", "sinkhorn"]
 DropPolicy = Literal["probs", "position"]
 RouterDtype = Literal["fp32", "fp64", "bf16"]
 
@@ -50,6 +51,11 @@ class MoESpec:
     balance_loss_coeff: float = setting(0.0, "Coefficient of the auxiliary loss.", minimum=0)
     z_loss_coeff: float = setting(
         0.0, "Coefficient of the router z-loss: the squared log-sum-exp of the router logits.", minimum=0
+    )
+    choice: ExpertChoice = setting(
+        "scores",
+        "What chooses a token's experts in training: its scores, or a sinkhorn assignment, in which all experts have "
+        "about as many tokens of a microbatch.",
     )
     capacity_factor: float | None = setting(
         None, "Capacity of an expert: this times its even share of the tokens; null: unlimited.", minimum=0

@@ -172,6 +172,12 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--num-experts 4", "model.moe.balance_loss", "none"),
         ("--num-experts 4 --tensor-model-parallel-size 2", "parallel.etp", 2),
         ("--num-experts 4 --moe-token-dispatcher-type flex", "parallel.moe_token_dispatcher_type", "flex"),
+        ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "model.moe.choice", "sinkhorn"),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+            "model.moe.score",
+            "sigmoid",
+        ),
         ("--num-experts 4 --moe-enable-deepep", "parallel.moe_token_dispatcher_type", "flex"),
         ("--moe-router-topk 4", "model.moe.num_experts", None),
         ("--sequence-parallel", "parallel.sequence_parallel", None),

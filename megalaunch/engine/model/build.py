@@ -136,6 +136,7 @@ def _moe(model: ModelSpec) -> MoEConfig | None:
         group_score_top_k=moe.group_score_top_k or moe.top_k // (moe.top_k_groups or 1),
         balance_loss=moe.balance_loss,
         balance_loss_coeff=moe.balance_loss_coeff,
+        choice=moe.choice,
         z_loss_coeff=moe.z_loss_coeff,
         capacity_factor=moe.capacity_factor,
         drop_policy=moe.drop_policy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.schema.model import Activation
-from megalaunch.schema.moe import BalanceLoss, DropPolicy, RouterDtype, ScoreFunction
+from megalaunch.schema.moe import BalanceLoss, DropPolicy, ExpertChoice, RouterDtype, ScoreFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,7 @@ class MoEConfig:
     group_score_top_k: int = 1
     balance_loss: BalanceLoss = "none"
     balance_loss_coeff: float = 0.0
+    choice: ExpertChoice = "scores"
     z_loss_coeff: float = 0.0
     capacity_factor: float | None = None
     drop_policy: DropPolicy = "probs"

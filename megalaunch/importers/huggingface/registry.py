@@ -50,7 +50,15 @@ _WITHOUT_EFFECT = frozenset(
 # The same of the sections, by section: they act in training only.
 _TRAINING_ONLY = {
     "moe": frozenset(
-        {"balance_loss", "balance_loss_coeff", "balance_bias_rate", "z_loss_coeff", "input_jitter", "router_dtype"}
+        {
+            "balance_loss",
+            "balance_loss_coeff",
+            "balance_bias_rate",
+            "z_loss_coeff",
+            "input_jitter",
+            "router_dtype",
+            "choice",
+        }
     ),
     "mtp": frozenset({"loss_coeff"}),
 }

@@ -145,7 +145,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "moe-router-pre-softmax": (0, "model.moe.normalize_top_k"),
     "moe-router-dtype": (1, "model.moe.router_dtype"),
     "moe-enable-deepep": (0, "parallel.moe_token_dispatcher_type"),
-    "moe-router-load-balancing-type": (MANY, "model.moe.balance_loss"),
+    "moe-router-load-balancing-type": (MANY, "model.moe.balance_loss model.moe.choice"),
     "moe-aux-loss-coeff": (MANY, "model.moe.balance_loss_coeff"),
     "moe-expert-capacity-factor": (1, "model.moe.capacity_factor"),
     "sequence-parallel": (0, "parallel.sequence_parallel"),

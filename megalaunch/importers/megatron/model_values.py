@@ -207,6 +207,12 @@ def _balance(given: Arguments, values: Values) -> None:
     except ValueError:
         given.mark_unsupported("moe-aux-loss-coeff", f"must be a number, got {coeffs[0]!r}")
         coeff = 0.0
+    if kind == "sinkhorn":
+        # Its weights are those of a sigmoid for one expert per token, else of a softmax over all experts.
+        values["model.moe.choice"] = "sinkhorn"
+        values["model.moe.score"] = "sigmoid" if given.integer("moe-router-topk", 2) == 1 else "softmax"
+        values["model.moe.normalize_top_k"] = False
+        return
     if kind not in ours:
         given.mark_unsupported("moe-router-load-balancing-type", f"{kind} is not supported")
         return

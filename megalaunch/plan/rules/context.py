@@ -218,6 +218,8 @@ def dynamic_cp_router(at: RuleContext) -> Iterator[Violation]:
     off: dict[str, object] = {}
     if moe.balance_loss == "sequence":
         off["balance_loss"] = "batch"
+    if moe.choice == "sinkhorn":
+        off["choice"] = "scores"
     if moe.capacity_factor is not None:
         off |= {"capacity_factor": None, "drop_policy": "probs", "pad_to_capacity": False}
     if moe.input_jitter:

@@ -38,7 +38,7 @@ def balance(at: RuleContext) -> Iterator[Violation]:
     if moe.num_experts is None:
         return
     experts, drops = moe.num_experts, moe.capacity_factor is not None
-    if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias:
+    if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.choice == "scores":
         fix: Fix = {"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01}
         yield Violation(
             "model.moe.balance_loss",
@@ -47,6 +47,27 @@ def balance(at: RuleContext) -> Iterator[Violation]:
             {"num_experts": experts},
             (fix, {"model.moe.capacity_factor": None}) if drops else (fix,),
             severity="warning" if drops else "note",
+        )
+
+
+@rule("router.sinkhorn", "With choice=sinkhorn there is no balance loss or bias, and no group of experts.")
+def sinkhorn(at: RuleContext) -> Iterator[Violation]:
+    """The assignment balances the load by itself, and takes any expert (Megatron-LM asserts the first)."""
+    moe = at.spec.model.moe
+    if moe.num_experts is None or moe.choice != "sinkhorn":
+        return
+    off: dict[str, object] = {}
+    if moe.balance_loss != "none":
+        off |= {"balance_loss": "none", "balance_loss_coeff": 0.0}
+    if moe.balance_bias:
+        off["balance_bias"] = False
+    if moe.num_groups is not None or moe.top_k_groups is not None:
+        off |= {"num_groups": None, "top_k_groups": None, "group_score_top_k": None}
+    if off:
+        yield Violation(
+            "model.moe.choice",
+            f"choice=sinkhorn does not go with {', '.join(off)}",
+            fixes=({"model.moe.choice": "scores"}, {f"model.moe.{key}": value for key, value in off.items()}),
         )
 
 

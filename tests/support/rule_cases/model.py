@@ -164,6 +164,11 @@ ROUTER = {
         "model.moe.capacity_factor=2",
         MIXTRAL,
     ),
+    "router.sinkhorn": Case(
+        "model.moe.choice=sinkhorn",
+        "model.moe.choice=sinkhorn model.moe.balance_loss=none model.moe.balance_loss_coeff=0",
+        MIXTRAL,
+    ),
     "router.precision": Case("model.moe.router_dtype=bf16", "model.moe.router_dtype=fp64", MIXTRAL),
     "router.z_loss": Case("model.moe.z_loss_coeff=0.2", "model.moe.z_loss_coeff=0.1", MIXTRAL),
     "router.jitter": Case("model.moe.input_jitter=0.6", "model.moe.input_jitter=0.5", MIXTRAL),

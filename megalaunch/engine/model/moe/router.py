@@ -22,6 +22,7 @@ from megalaunch.engine.model.moe.routing import (
     score_experts,
     top_k_stable,
 )
+from megalaunch.engine.model.moe.sinkhorn import sinkhorn
 from megalaunch.engine.param_layout import REPLICATED, local_param
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -60,7 +61,10 @@ class Router(nn.Module):
         x_TH = x_TH if jitter is None else jitter(x_TH.to(dtype))
         logits_TE = router_linear(x_TH, local_param(self.weight), bias, dtype)
         scores_TE = score_experts(logits_TE, config.score)
-        expert_ids_Tk = self.choose(scores_TE.detach())
+        if config.choice == "sinkhorn" and torch.is_grad_enabled():
+            expert_ids_Tk = self.choose_balanced(logits_TE.detach())
+        else:
+            expert_ids_Tk = self.choose(scores_TE.detach())
         weights_Tk = expert_weights(
             scores_TE, expert_ids_Tk, normalize=config.normalize_top_k, scaling_factor=config.scaling_factor
         )
@@ -87,6 +91,12 @@ class Router(nn.Module):
         if config.balance_loss == "none" or (self.expert_bias is None and config.num_groups is None):
             return chosen_BE
         return count_tokens(top_k_stable(scores_TE, config.top_k), config.num_experts, chosen_BE.shape[0])
+
+    def choose_balanced(self, logits_TE: Tensor) -> Tensor:
+        """Return the experts [T, k] of each token, by an assignment of the tokens of all ranks that share sequences."""
+        tokens, rank = logits_TE.shape[0], self.balancing.rank
+        assignment_AE = sinkhorn(self.balancing.gather_tokens(logits_TE))
+        return top_k_stable(assignment_AE[rank * tokens : (rank + 1) * tokens], self.config.top_k)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         """Return the experts [T, k] of each token."""
