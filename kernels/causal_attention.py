@@ -9,16 +9,28 @@ differ), q queries of a block, T keys before its end. Rows are token-major: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalaunch.kernels.matmul import use_fp32_matmul
 from megalaunch.kernels.overrides import kernel_overrides, on_cpu
 
+FusedBackend = Literal["flash", "cudnn", "efficient"]
+"""A fused kernel of torch's operator."""
+
+_SDP_BACKENDS: Mapping[FusedBackend, SDPBackend] = MappingProxyType(
+    {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+)
 _ROWS = 128  # per block: fewer multiply slowly, more waste work on masked keys
 _LONGEST = 1024  # tokens in fp32: scores over more keys outgrow the cache, and torch's kernel is faster
 _KEPT = 512  # tokens in fp32: weights over more keys take more memory than all else that a layer saves for backward
@@ -58,15 +70,45 @@ def masked_sdpa(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, sc
     return _sdpa(q_BNSD, k_BGTD, v_BGTD, mask, scale)
 
 
+def sdpa_by(
+    backend: FusedBackend, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return softmax(scale q k^T) v by one kernel of torch's operator, [B, N, S, D].
+
+    Args:
+        backend: The kernel; flash takes heads of one width, and efficient no groups of heads.
+        mask: The keys that a query attends to, bool [..., S, T]; None: its own and all earlier positions.
+        scale: None: 1 / sqrt(D).
+
+    Raises:
+        RuntimeError: The kernel does not compute these inputs; torch's warnings say why.
+    """
+    override = kernel_overrides().attention
+    if override is not None:
+        return override(q_BNSD, k_BGTD, v_BGTD, mask)
+    if backend == "efficient" and q_BNSD.shape[1] != k_BGTD.shape[1]:
+        heads = q_BNSD.shape[1] // k_BGTD.shape[1]
+        k_BGTD, v_BGTD = (x.repeat_interleave(heads, dim=1) for x in (k_BGTD, v_BGTD))
+    with sdpa_kernel(_SDP_BACKENDS[backend]):
+        return _sdpa(q_BNSD, k_BGTD, v_BGTD, mask, scale, causal=mask is None, one_width=backend == "flash")
+
+
 def _sdpa(
-    q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+    q_BNSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool = False,
+    one_width: bool = False,
 ) -> Tensor:
     """Call torch's operator. Its fused CPU kernel takes heads of one width: narrower ones are padded with zeros.
 
-    Without a fused kernel the operator would save the weights of all pairs of tokens.
+    `one_width`: the kernel asks for that on other devices too. Without a fused kernel the operator would save the
+    weights of all pairs of tokens.
     """
     width, grouped = v_BGTD.shape[-1], q_BNSD.shape[1] != k_BGTD.shape[1]
-    if width != q_BNSD.shape[-1] and on_cpu(q_BNSD):
+    if width != q_BNSD.shape[-1] and (one_width or on_cpu(q_BNSD)):
         scale = q_BNSD.shape[-1] ** -0.5 if scale is None else scale
         widest = max(width, q_BNSD.shape[-1])
         q_BNSD, k_BGTD, v_BGTD = (F.pad(x, (0, widest - x.shape[-1])) for x in (q_BNSD, k_BGTD, v_BGTD))

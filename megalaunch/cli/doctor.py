@@ -45,6 +45,7 @@ def build_report(
     from pathlib import Path
 
     import megalaunch
+    from megalaunch.plan.attention_backends import serving_backends
     from megalaunch.plan.supported import CHIP_LIMIT, LIMITS
     from megalaunch.platform.operators import implementations
 
@@ -74,6 +75,7 @@ def build_report(
         "operators": [
             {"operator": row.operator, "implementation": row.implementation} for row in implementations(chip.device)
         ],
+        "attention_backends": list(serving_backends(chip.device)),
         "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
         "engine": [
             {"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning}
@@ -134,6 +136,7 @@ def report_text(report: dict[str, Any]) -> str:
     lines += table_lines([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
     lines += _optional(report["optional"])
     lines += ["", "operators and their implementations here", *table_lines(_operators(report["operators"]))]
+    lines += table_lines([("model.attention_backend", " | ".join(report["attention_backends"]))])
     lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]

@@ -15,6 +15,7 @@ from megalaunch.engine.train.rank_sync import all_gather_objects
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
+from megalaunch.plan.attention_backends import describe_backend
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -25,6 +26,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     if not platform_of(mesh.device).has_streams:  # tensors are in the memory of the process
         tune_malloc()
     state = build_train_state(spec, mesh)
+    record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
     loop = Trainer(state, directory, record, stop)
     try:
         loop.resume()

@@ -28,6 +28,7 @@ CHANGEABLE = (
     "schedule.min_lr_fraction",  # its result, schedule.min_lr, is compared
     "schedule.wsd_decay_fraction",  # its result, schedule.wsd_decay_steps, is compared
     "model.name",
+    "model.attention_backend",
     "data.cache_directory",
     "train.steps",
     "train.compile",

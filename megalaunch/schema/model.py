@@ -34,6 +34,7 @@ Family = Literal[
 Activation = Literal[
     "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"
 ]
+AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "flex", "math", "flash_attn", "te"]
 GATED: frozenset[Activation] = frozenset({"swiglu", "geglu", "geglu_tanh", "quick_geglu"})
 """Activations whose feed-forward block has a gate projection besides its up projection."""
 
@@ -89,6 +90,11 @@ class ModelSpec:
     )
     final_logit_softcapping: float | None = setting(
         None, "Soft cap of the head's logits: cap * tanh(logit / cap); null: no cap.", minimum=0
+    )
+    attention_backend: AttentionBackend = setting(
+        "auto",
+        "Kernel of attention in training: of torch's operator (flash, cudnn, efficient), FlexAttention (flex), unfused "
+        "operators that hold all scores (math), a package (flash_attn, te: Transformer Engine), or by device (auto).",
     )
     attention_sinks: bool = setting(
         False, "Each head has a learned logit that joins the softmax and contributes no value."

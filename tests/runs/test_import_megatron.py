@@ -147,6 +147,10 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--window-size '(127,0)' --window-attn-skip-freq 2", "model.sliding_window_pattern", 2),
         ("--window-size 127,0 --window-attn-skip-freq [1,1,0]*2", "model.sliding_window_pattern", 3),
         ("--softmax-type learnable", "model.attention_sinks", True),
+        ("--attention-backend flash", "model.attention_backend", "flash"),
+        ("--attention-backend fused", "model.attention_backend", "cudnn"),
+        ("--attention-backend unfused", "model.attention_backend", "math"),
+        ("--attention-backend auto", "model.attention_backend", "auto"),
         ("--softmax-scale 0.0625", "model.query_pre_attn_scalar", 256.0),
         ("--position-embedding-type rope --no-rope-freq 4", "model.no_rope_layer_interval", 4),
         ("--position-embedding-type rope --no-rope-freq '([0]*3+[1]*1)'", "model.no_rope_layer_interval", 4),
@@ -251,6 +255,7 @@ def test_all_of_it_composes(tmp_path):
             "unsupported",
             "relative position embeddings",
         ),
+        ("--attention-backend fast", "--attention-backend", "unsupported", "must be auto | flash | fused"),
         ("--softmax-type off-by-one", "--softmax-type", "unsupported", "learned"),
         ("--position-embedding-type rope --no-rope-freq [1,0,0,0]", "--no-rope-freq", "unsupported", "every n-th"),
         ("--optimizer soap", "--optimizer", "unsupported", "soap is not supported"),
@@ -405,3 +410,19 @@ def test_the_command_prints_json_and_reads_standard_input(tmp_path):
     assert told["flags"][0] == {
         "flag": "--num-layers", "values": ["4"], "status": "mapped", "text": "model.num_layers = 4",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("exports", "backend"),
+    [
+        ("NVTE_FLASH_ATTN=0 NVTE_UNFUSED_ATTN=0", "cudnn"),
+        ("NVTE_FUSED_ATTN=0 NVTE_UNFUSED_ATTN=0 NVTE_FLASH_ATTN=1", "flash"),
+        ("NVTE_FUSED_ATTN=0 NVTE_FLASH_ATTN=0", "math"),
+        ("NVTE_FLASH_ATTN=0", "auto"),
+    ],
+)
+def test_variables_of_transformer_engine_leave_one_kernel(exports, backend):
+    imported = import_script(f"export {exports} NCCL_DEBUG=INFO\n{SMALL}", "imported", "x")
+    assert imported.values.get("model.attention_backend", "auto") == backend
+    assert any(note.startswith("read for model.attention_backend: NVTE_") for note in imported.notes)
+    assert "environment variables are not imported: NCCL_DEBUG" in imported.notes

@@ -26,12 +26,16 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
+from megalaunch.engine.model.attention.block_kernels import BlockBackend
 from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
 from megalaunch.engine.model.attention.core import whole_sample_attention
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
+from megalaunch.engine.model.attention.flex_attention import flex_attention_by_position
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
-from megalaunch.schema.parallel import ContextCommType, ParallelSpec
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import AttentionBackend
+from megalaunch.schema.parallel import ContextCommType
 
 _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
 
@@ -45,22 +49,28 @@ class ContextParallel:
 
     `exchanges` holds one communication type (`parallel.cp_comm_type`) for all layers, or one per layer. `levels` are
     the inner axis (neighbouring ranks) and the outer axis of a2a+p2p. `lengths` reads document ids; fake tensors need
-    another function.
+    another function. `backend` is the kernel of attention.
     """
 
     axis: Axis
     exchanges: tuple[ContextCommType, ...]
     levels: tuple[Axis, Axis] | None = None
     lengths: DocumentLengths = document_lengths
+    backend: AttentionBackend = "auto"
 
     @classmethod
-    def build(
-        cls, parallel: ParallelSpec, mesh: Mesh, mtp_depths: int = 0, lengths: DocumentLengths = document_lengths
-    ) -> ContextParallel:
-        """Build from the parallel section of a spec. MTP depths communicate as the last layer does."""
-        chosen = parallel.cp_comm_type
-        exchanges = (*chosen, *chosen[-1:] * mtp_depths) if isinstance(chosen, tuple) else (chosen,)
-        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths)
+    def build(cls, spec: RunSpec, mesh: Mesh, lengths: DocumentLengths = document_lengths) -> ContextParallel:
+        """Build from a spec. MTP depths communicate as the last layer does."""
+        chosen, depths = spec.parallel.cp_comm_type, spec.model.mtp.num_layers
+        exchanges = (*chosen, *chosen[-1:] * depths) if isinstance(chosen, tuple) else (chosen,)
+        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths, spec.model.attention_backend)
+
+    @property
+    def _blocks(self) -> BlockBackend:
+        """The kernel of blocks: a ring and an all-gather refuse backends without one, by attention.backend_context."""
+        if self.backend in ("auto", "flash", "math"):
+            return self.backend
+        raise ValueError(f"attention_backend={self.backend} computes no blocks of a context-parallel mask")
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""
@@ -85,14 +95,21 @@ class ContextParallel:
         made: dict[tuple[ContextCommType, int | None], AttentionFn] = {}
         for way, window in set(kinds):
             if way == "a2a":
-                whole = whole_sample_attention(length, documents_BS, documents, window)
+                whole = whole_sample_attention(length, documents_BS, documents, window, self.backend)
                 attend = _ulysses_attention(self.axis, whole)
             elif way == "a2a+p2p":
                 assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
                 inner, outer = self.levels
-                attend = _ulysses_attention(inner, _ring_attention(outer, length, documents, window))
+                attend = _ulysses_attention(inner, _ring_attention(outer, length, documents, window, self._blocks))
+            elif way == "allgather" and self.backend == "flex":
+                tokens = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
+                attend = _all_gather_attention(self.axis, flex_attention_by_position(*tokens, documents_BS, window))
+            elif way == "allgather":
+                tokens = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
+                mask = make_block_mask(*tokens, window, documents)
+                attend = _all_gather_attention(self.axis, blockwise_attention(mask, self._blocks))
             else:
-                attend = _ATTENTION_BY_COMM_TYPE[way](self.axis, length, documents, window)
+                attend = _ring_attention(self.axis, length, documents, window, self._blocks)
             made[way, window] = attend
         return [made[kind] for kind in kinds]
 
@@ -128,10 +145,8 @@ def _gather_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
     return _join_ranks(all_gather_async(x, 0, axis).wait().chunk(axis.size), dim)
 
 
-def _all_gather_attention(axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
-    """allgather: all-gather K and V; reduce-scatter their gradients (Llama 3)."""
-    tokens = head_tail_runs(length, axis.size, axis.rank)
-    attend_all = blockwise_attention(make_block_mask(tokens, (range(length),), window, documents))
+def _all_gather_attention(axis: Axis, attend_all: AttentionFn) -> AttentionFn:
+    """allgather: all-gather K and V, attend to all; reduce-scatter their gradients (Llama 3)."""
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         gathered = apply_function(_AllGather, torch.cat((k_BGsD, v_BGsD), dim=-1), axis)
@@ -141,13 +156,15 @@ def _all_gather_attention(axis: Axis, length: int, documents: Documents | None, 
     return attend
 
 
-def _ring_attention(axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
+def _ring_attention(
+    axis: Axis, length: int, documents: Documents | None, window: int | None, kernel: BlockBackend
+) -> AttentionFn:
     """p2p: ring attention, with one mask per rank that owns keys."""
     tokens = [head_tail_runs(length, axis.size, rank) for rank in range(axis.size)]
     masks = tuple(make_block_mask(tokens[axis.rank], keys, window, documents) for keys in tokens)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        return apply_function(RingAttention, q_BNsD, k_BGsD, v_BGsD, masks, axis, scoring, scoring.sinks)
+        return apply_function(RingAttention, q_BNsD, k_BGsD, v_BGsD, masks, axis, kernel, scoring, scoring.sinks)
 
     return attend
 
@@ -166,9 +183,6 @@ def _ulysses_attention(axis: Axis, local_attend: AttentionFn) -> AttentionFn:
         return _to_tokens(local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.shard_heads(axis.rank, axis.size)), axis)
 
     return attend
-
-
-_ATTENTION_BY_COMM_TYPE = {"allgather": _all_gather_attention, "p2p": _ring_attention}
 
 
 def _repeat_kv_to(x_BGsD: Tensor, ranks: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.attention.core import DENSE_MASK_TOKENS, ContextParallelism, NoContextParallel
+from megalaunch.engine.model.attention.core import ContextParallelism, NoContextParallel
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
@@ -38,6 +38,7 @@ from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, mixed_precision_policy
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
 
@@ -106,7 +107,7 @@ def parallelize_decoder(
         apply_recompute(part, spec.recompute, observer)
         apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
         if spec.train.compile:
-            compile_layers(part, mesh.cp.size > 1 or spec.batch.sequence_length > DENSE_MASK_TOKENS)
+            compile_layers(part, _has_eager_attention(spec, mesh))
         precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)
         apply_fsdp(part, mesh, spec.parallel, precision, reduce)
         parts.append(part)
@@ -165,12 +166,18 @@ def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: Con
     return Balancing(microbatches, tp.size * cp.size, rank, sum_counts, gather_tokens, position_ids)
 
 
+def _has_eager_attention(spec: RunSpec, mesh: Mesh) -> bool:
+    """Return whether core attention stays out of compiled graphs: it is computed by blocks, or compiles itself."""
+    by_blocks = mesh.cp.size > 1 or spec.batch.sequence_length > DENSE_MASK_TOKENS
+    return by_blocks or spec.model.attention_backend in ("flash", "flex")
+
+
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:
     if mesh.cp.size == 1:
-        return NoContextParallel(readers.document_lengths)
+        return NoContextParallel(readers.document_lengths, spec.model.attention_backend)
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
-    return ContextParallel.build(spec.parallel, mesh, spec.model.mtp.num_layers, readers.document_lengths)
+    return ContextParallel.build(spec, mesh, readers.document_lengths)
 
 
 def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> TokenDispatcher | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalaunch.engine.collectives import ring_shift_async
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.attention.block_attention import add_blocks, add_gradients
-from megalaunch.engine.model.attention.block_kernels import BlockInputs
+from megalaunch.engine.model.attention.block_kernels import BlockBackend, BlockInputs
 from megalaunch.engine.model.attention.block_mask import BlockMask
 from megalaunch.engine.model.attention.online_softmax import BlockwiseBackward, OnlineSoftmax
 from megalaunch.engine.model.attention.score_mod import ScoreMod
@@ -46,6 +46,7 @@ class RingAttention(torch.autograd.Function):
         v: Tensor,
         masks: tuple[BlockMask, ...],
         axis: Axis,
+        kernel: BlockBackend,
         scoring: ScoreMod,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -54,10 +55,10 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            add_blocks(merged, BlockInputs(q, *_unpack(kv_block, shapes), masks[_owner(axis, turn)], scoring))
+            add_blocks(merged, BlockInputs(q, *_unpack(kv_block, shapes), masks[_owner(axis, turn)], scoring, kernel))
             kv_block = coming.wait() if coming else kv_block
         out = merged.output.to(q.dtype)
-        ctx.axis, ctx.scoring, ctx.masks, ctx.shapes = axis, scoring, masks, shapes
+        ctx.axis, ctx.scoring, ctx.masks, ctx.shapes, ctx.kernel = axis, scoring, masks, shapes, kernel
         ctx.save_for_backward(q, kv, out, merged.log_sum, sinks)
         return out
 
@@ -69,13 +70,14 @@ class RingAttention(torch.autograd.Function):
         kv_block, dkv_block = kv, torch.zeros_like(kv, dtype=torch.float32)
         for turn in range(axis.size):
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            inputs = BlockInputs(q, *_unpack(kv_block, ctx.shapes), ctx.masks[_owner(axis, turn)], ctx.scoring)
+            mask = ctx.masks[_owner(axis, turn)]
+            inputs = BlockInputs(q, *_unpack(kv_block, ctx.shapes), mask, ctx.scoring, ctx.kernel)
             add_gradients(inputs, shared, dq, *_unpack(dkv_block, ctx.shapes))
             # In the last turn too: this shift returns the sums to the rank that owns the keys.
             dkv_block = ring_shift_async(dkv_block, axis).wait()
             kv_block = coming.wait() if coming else kv_block
         dk, dv = _unpack(dkv_block.to(kv.dtype), ctx.shapes)
-        return dq.to(q.dtype), dk, dv, None, None, None, shared.sinks(sinks)
+        return dq.to(q.dtype), dk, dv, None, None, None, None, shared.sinks(sinks)
 
 
 def _unpack(kv: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:

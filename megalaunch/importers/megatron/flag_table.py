@@ -137,6 +137,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "add-qkv-bias": (0, "model.qkv_bias"),
     "window-size": (1, "model.sliding_window"),
     "window-attn-skip-freq": (1, "model.sliding_window_pattern"),
+    "attention-backend": (1, "model.attention_backend"),
     "softmax-type": (1, "model.attention_sinks"),
     "untie-embeddings-and-output-weights": (0, "model.tie_word_embeddings"),
     "multi-latent-attention": (0, "model.mla.kv_lora_rank"),

@@ -18,7 +18,7 @@ IGNORED: dict[str, str] = {
     """,
     "an old spelling that Megatron rejects": "batch-size warmup model-parallel-size",
     "kernels are selected by device; megalaunch doctor lists them": """
-        transformer-impl attention-backend flash-attention-version no-masked-softmax-fusion no-bias-gelu-fusion
+        transformer-impl flash-attention-version no-masked-softmax-fusion no-bias-gelu-fusion
         no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm memory-efficient-layer-norm
         no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl moe-grouped-gemm
         moe-permute-fusion moe-router-fusion use-transformer-engine-op-fuser moe-use-legacy-grouped-gemm

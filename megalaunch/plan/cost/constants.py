@@ -62,6 +62,18 @@ ATTENTION_BACKWARD = Constant("fused attention backward, long sequences, of the 
 ATTENTION_BACKWARD_HALF = Constant(
     "sequence length at which it reaches half of that", 1491.0, "cuDNN 9.19, H200, 2k and 8k"
 )
+FLASH_RATE = Constant(
+    "flash attention of torch, and memory-efficient attention, of cuDNN's rate",
+    0.59,
+    "FlashAttention-2: 308 TFLOP/s of cuDNN's 521, both passes, H100, head_dim 128 (FlashAttention-3 paper)",
+)
+FLEX_RATE = Constant(
+    "FlexAttention, of the rate of flash attention", 0.86, "PyTorch, A100: 0.90 forward, 0.85 backward"
+)
+SCORE_TRAFFIC_FORWARD = Constant(
+    "bytes moved per score by unfused attention, forward pass", 24.0, "product, scale, mask, fp32 softmax, cast"
+)
+SCORE_TRAFFIC_BACKWARD = Constant("bytes moved per score by unfused attention, backward pass", 38.0, "the same")
 NARROW_HEADS = Constant(
     "attention rate with head_dim 64, of head_dim 128", 0.78, "FlashAttention-3 paper: 460 of 602 TFLOP/s at 8k"
 )

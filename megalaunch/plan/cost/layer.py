@@ -157,6 +157,8 @@ def head_widths(model: ModelSpec) -> tuple[float, float]:
 def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> tuple[float, float]:
     """Return the seconds of attention, forward and backward, counting causal scores within the window."""
     query, value = head_widths(model)
+    if model.attention_backend == "math":
+        return _unfused_attention(model, shape, device)
     seen = shape.sequence / 2
     if kind.window is not None and kind.window < shape.sequence:
         seen = kind.window * (1 - kind.window / (2 * shape.sequence))
@@ -165,8 +167,24 @@ def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> t
     length = shape.sequence / shape.cp
     forward = c.ATTENTION_FORWARD.value * length / (length + c.ATTENTION_FORWARD_HALF.value) * narrow
     backward = c.ATTENTION_BACKWARD.value * length / (length + c.ATTENTION_BACKWARD_HALF.value) * narrow
-    seconds = flops / device.attention_flops
+    seconds = flops / (device.attention_flops * _kernel_rate(model))
     return seconds / forward, c.ATTENTION_PRODUCTS.value * seconds / backward
+
+
+def _kernel_rate(model: ModelSpec) -> float:
+    """Return the rate of the attention kernel, of the one that auto has."""
+    if model.attention_backend == "flex":
+        return c.FLASH_RATE.value * c.FLEX_RATE.value
+    return c.FLASH_RATE.value if model.attention_backend in ("flash", "efficient") else 1.0
+
+
+def _unfused_attention(model: ModelSpec, shape: Shape, device: Device) -> tuple[float, float]:
+    """Return the seconds of unfused attention, which multiplies masked scores too and moves them through memory."""
+    query, value = head_widths(model)
+    scores = shape.tokens * shape.sequence * model.num_attention_heads / shape.tp
+    products = 2 * scores * (query + value) / device.matmul_flops
+    forward = products + scores * c.SCORE_TRAFFIC_FORWARD.value / device.memory
+    return forward, c.BACKWARD.value * products + scores * c.SCORE_TRAFFIC_BACKWARD.value / device.memory
 
 
 def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:

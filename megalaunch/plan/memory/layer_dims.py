@@ -35,7 +35,7 @@ class LayerDims:
         router_bytes: bytes of the router's dtype.
         router_copies_input: its input is a tensor of its own.
         router_matrices: values per token and expert that it saves.
-        attended_keys: keys that a query attends to.
+        saved_score_bytes: bytes per token of weights that unfused attention saves.
         dropout_mask_bytes: bytes that dropout saves for a block's output.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
         mask_keys: columns of a saved attention mask.
@@ -69,14 +69,13 @@ class LayerDims:
     q_lora_rank: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    attended_keys: int
     qk_norm: bool
     post_norm: bool
     dropout_mask_bytes: int
     mla: bool
     experts: bool
     mtp: bool
-    unfused_attention: bool
+    saved_score_bytes: float
     saved_kv_shards: float
     mask_keys: float
     score_buffer_bytes: float
@@ -164,14 +163,13 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         q_lora_rank=mla.q_lora_rank or 0,
         kv_lora_rank=mla.kv_lora_rank or 0,
         qk_rope_head_dim=mla.qk_rope_head_dim,
-        attended_keys=min(dtypes.sequence_length, kind.window or dtypes.sequence_length),
         qk_norm=model.qk_norm != "none",
         post_norm=model.norm_placement != "pre",
         dropout_mask_bytes=(model.hidden_size if profile.dropout_masks else 4) if model.hidden_dropout else 0,
         mla=latent,
         experts=kind.experts,
         mtp=kind.mtp,
-        unfused_attention=profile.unfused_attention,
+        saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         mask_keys=_mask_keys(model, dtypes, profile.dense_mask_tokens),
         score_buffer_bytes=_score_bytes(model, dtypes, profile, local_heads, query),
@@ -211,13 +209,42 @@ def _activation_inputs(model: ModelSpec, profile: MemoryProfile) -> int:
     return dict(profile.plain_activation_inputs).get(model.activation, fused) + clamped
 
 
+def _saved_bytes_per_head(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> float:
+    """Return the bytes per token and head that unfused attention saves for backward.
+
+    Megatron's softmax saves its weights in 16 bits. engine/model/attention/unfused_attention.py saves them in fp32 and,
+    if that is another dtype, as the product reads them; the tanh of a soft cap; and the mask of dropout.
+    """
+    if profile.unfused_attention:
+        return dtype_bytes(dtypes.compute_dtype) * min(dtypes.sequence_length, kind.window or dtypes.sequence_length)
+    if not _is_unfused(model, dtypes):
+        return 0.0
+    width = dtype_bytes(dtypes.compute_dtype)
+    capped = width if model.attn_logit_softcapping else 0
+    return (4 + (width if width != 4 else 0) + capped + (1 if model.attention_dropout else 0)) * dtypes.sequence_length
+
+
+def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> float:
+    """Return the peak of gradients in the backward of unfused attention: of both sides of the softmax, in fp32.
+
+    The weights that the product read in another dtype are freed by then.
+    """
+    freed = dtype_bytes(dtypes.compute_dtype) if dtypes.compute_dtype != "fp32" else 0
+    return (8 - freed) * heads * dtypes.sequence_length
+
+
+def _is_unfused(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
+    """Return whether attention holds all scores: math, over whole samples (under cp, after an all-to-all)."""
+    return model.attention_backend == "math" and (dtypes.cp == 1 or dtypes.cp_comm_type == "a2a")
+
+
 def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups, dense_mask_tokens: int) -> float:
     """Return the columns of the saved attention mask, 0 without one.
 
     Only attention over whole, short samples with documents has a mask: under cp, that of an all-to-all. The others
     compute the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
     """
-    if dtypes.sequence_length > dense_mask_tokens:
+    if dtypes.sequence_length > dense_mask_tokens or model.attention_backend not in ("auto", "efficient"):
         return 0.0
     whole = dtypes.cp == 1 or (dtypes.cp_comm_type == "a2a" and not dtypes.dynamic_cp)
     return dtypes.sequence_length if dtypes.reset_attention_mask and whole and not _needs_score_mod(model) else 0
@@ -232,7 +259,10 @@ def _score_bytes(
     Attention works on a block of queries; a ring on the keys of one rank at a time. Logit softcapping saves a
     derivative, dropout one byte per score.
     """
-    if not (_needs_score_mod(model) and profile.query_block):
+    if _is_unfused(model, dtypes):
+        return _unfused_peak(model, dtypes, heads)
+    scores_in_blocks = {"auto": _needs_score_mod(model), "math": True}.get(model.attention_backend, False)
+    if not (scores_in_blocks and profile.query_block):
         return 0.0
     local_length = dtypes.sequence_length / dtypes.cp
     queries = dtypes.sequence_length if dtypes.cp_comm_type == "a2a" else local_length
@@ -255,6 +285,8 @@ def _saved_weight_keys(
     if dtypes.dynamic_cp:
         share, tokens = 0.5, dtypes.sequence_length / (2 * dtypes.cp)
     full_attention = kind.window is None or kind.window >= tokens
+    if model.attention_backend != "auto":
+        return 0.0
     if dtypes.compute_dtype != "fp32" or _needs_score_mod(model) or masked or not (all_keys and full_attention):
         return 0.0
     block = max(profile.weight_block_rows // heads, 16)

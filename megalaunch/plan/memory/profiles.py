@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 
@@ -74,7 +75,7 @@ ENGINE = MemoryProfile(
     sharded_main_params=True,
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
-    dense_mask_tokens=2048,
+    dense_mask_tokens=DENSE_MASK_TOKENS,
     score_copies=2,
     query_block=512,
     dropout_masks=False,

@@ -62,7 +62,7 @@ ATTENTION = (
     ),
     OpRow(
         "attention weights of unfused attention",
-        lambda d: d.activation_bytes * d.num_heads * d.attended_keys * d.unfused_attention,
+        lambda d: d.saved_score_bytes,
         "tp",
         ("attention",),
     ),

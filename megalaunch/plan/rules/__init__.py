@@ -2,6 +2,7 @@
 
 from megalaunch.plan.rules import (
     attention,
+    attention_backend,
     batch,
     checkpoint,
     context,
@@ -32,6 +33,7 @@ from megalaunch.plan.rules import (
 
 __all__ = [
     "attention",
+    "attention_backend",
     "batch",
     "checkpoint",
     "context",

@@ -11,6 +11,7 @@ from megalaunch.config.keys import MISSING_VALUE, schema_defaults, schema_keys
 from megalaunch.format.table import table_lines
 from megalaunch.format.yaml_value import to_yaml
 from megalaunch.importers.megatron.arguments import Arguments, Report, flag_keys, is_flag, parse_arguments, reports
+from megalaunch.importers.megatron.attention_kernel import attention_backend
 from megalaunch.importers.megatron.bash_expansion import known_texts
 from megalaunch.importers.megatron.bash_interpreter import Script, read_script, split_text
 from megalaunch.importers.megatron.bash_lexer import MAX_BYTES, ScriptProblem
@@ -63,12 +64,15 @@ def import_script(
     if not any(flag_keys(name) for name in arguments.given):
         raise ScriptProblem(1, "has no Megatron-LM argument (such as --num-layers 32)")
     cluster = _cluster(launcher, script.sbatch_arguments)
-    values = _values(arguments, cluster)
+    exported = dict(export.split("=", 1) for export in script.exports)
+    kernel, read = attention_backend(arguments, exported)
+    values = _values(arguments, cluster, kernel)
     defaults = _implicit_defaults(arguments, values)
     notes = [*found_in, *script.notes, *(f"the argument {stray!r} belongs to no flag" for stray in arguments.stray)]
-    if script.exports:
-        names = ", ".join(sorted({export.partition("=")[0] for export in script.exports}))
-        notes.append(f"environment variables are not imported: {names}")
+    if read:
+        notes.append(f"read for model.attention_backend: {', '.join(read)}")
+    if exported.keys() - set(read):
+        notes.append(f"environment variables are not imported: {', '.join(sorted(exported.keys() - set(read)))}")
     recipe = write_recipe(name, values, platform, source)
     return Imported(recipe, values, tuple(reports(arguments, values)), defaults, _missing(values, recipe), tuple(notes))
 
@@ -134,8 +138,8 @@ def _cluster(launcher: Sequence[str], batch: Sequence[str]) -> dict[str, int]:
     return values
 
 
-def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
-    """Convert all flags to run spec keys, in the schema's order."""
+def _values(given: Arguments, cluster: Mapping[str, int], kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert all flags to run spec keys, in the schema's order; `kernel` is the key of the attention backend."""
     values: dict[str, Any] = {}
     rows = list(DIRECT)
     for needed, table in (("num-experts", EXPERTS), ("multi-latent-attention", LATENT)):
@@ -152,7 +156,7 @@ def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
     world = None
     if len(cluster) == 2:
         world = cluster["cluster.nodes"] * cluster["cluster.devices_per_node"]
-    values |= model_values(given) | training_values(given, world) | dict(cluster)
+    values |= model_values(given) | training_values(given, world) | dict(cluster) | dict(kernel)
     _drop_invalid(given, values)
     order = {key: index for index, key in enumerate(schema_keys())}
     return {key: values[key] for key in sorted(values, key=order.__getitem__)}

@@ -46,6 +46,9 @@ RUN = ("train.steps=10", "cluster.nodes=1")
 FEW_WORDS = "model.vocab_size=1024"
 CAPPED = "model.final_logit_softcapping=30"
 SELECTIVE = "recompute=selective"
+MATH = "model.attention_backend=math"
+SINKS = "model.attention_sinks=true"
+PACKED = "data.reset_attention_mask=true"
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,16 @@ CASES = [
     Case("tp4", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_comm_type=allgather"), shape=LATENT),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH)),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH), precision="fp32"),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH), shape=LATENT),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH, "model.attn_logit_softcapping=30", SINKS)),
+    Case("tp4sp", 4, (8, 4, 1024), LAYER, (MATH,), shape=DROPPING),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash", PACKED)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flex", SINKS)),
+    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
     Case("zero0", 4, (8, 1, 64), STEP_END, ("precision.grad_reduce_dtype=bf16",)),
     Case(
         "pp3", 6, (24, 1, 128), MICROBATCH_END, ("parallel.data_sharding=no_shard", "precision.grad_reduce_dtype=bf16")
@@ -169,6 +182,8 @@ CASES += [
     _on_processors("dp", 1, (2, 2, 1024), LAYER, FEW_WORDS),  # so many are not
     _on_processors("dp", 1, (4, 4, 512), LAST_LAYER, FEW_WORDS, "recompute=full"),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, SELECTIVE, "recompute.modules=[attention]"),
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "model.attention_backend=flash"),
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, MATH),
     _on_processors("tp2", 2, (8, 4, 512), LOSS),
     _on_processors("tp2sp", 2, (8, 4, 512), LOSS),
     _on_processors("zero3", 2, (8, 4, 512), LAYER, FEW_WORDS),
@@ -187,7 +202,7 @@ def _predicted(case: Case) -> Memory:
     return memory_by_rank(case.spec)[case.rank // (topology.world // topology.pp)]
 
 
-QUICK = {(case.platform, case.moment): case for case in CASES}.values()  # one of each moment
+QUICK = {(case.platform, case.moment, MATH in case.overrides): case for case in CASES}.values()  # one of each moment
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, *QUICK), ids=lambda case: case.name)

@@ -30,6 +30,22 @@ ATTENTION = {
         "model.sliding_window_pattern=3 model.sliding_window=8", "model.sliding_window_pattern=2 model.sliding_window=8"
     ),
     "attention.window_spans_sequence": Case("model.sliding_window=32", "model.sliding_window=31"),
+    "attention.backend_adapter": Case("model.attention_backend=te", "model.attention_backend=flash"),
+    "attention.backend_platform": Case("model.attention_backend=flex", "model.attention_backend=math"),
+    "attention.backend_mask": Case(
+        "model.attention_backend=flash model.attn_logit_softcapping=30",
+        "model.attention_backend=math model.attn_logit_softcapping=30",
+    ),
+    "attention.backend_context": Case(
+        "model.attention_backend=cudnn parallel.cp=2",
+        "model.attention_backend=cudnn parallel.cp=2 parallel.cp_comm_type=a2a",
+        ON_GPUS,
+    ),
+    "attention.backend_deterministic": Case(
+        "model.attention_backend=cudnn train.deterministic=true",
+        "model.attention_backend=efficient train.deterministic=true",
+        ON_GPUS,
+    ),
     "mla.groups": Case("model.num_query_groups=2", "model.num_query_groups=4", DEEPSEEK),
     "mla.positions": Case(
         "model.position_embedding=none", "model.position_embedding=rope", DEEPSEEK

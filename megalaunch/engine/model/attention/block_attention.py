@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.autograd import apply_function
-from megalaunch.engine.model.attention.block_kernels import BlockInputs
+from megalaunch.engine.model.attention.block_kernels import BlockBackend, BlockInputs
 from megalaunch.engine.model.attention.block_mask import BlockMask
 from megalaunch.engine.model.attention.online_softmax import BlockwiseBackward, OnlineSoftmax
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 
 
-def blockwise_attention(mask: BlockMask) -> AttentionFn:
-    """Return attention over the blocks of the mask."""
+def blockwise_attention(mask: BlockMask, kernel: BlockBackend = "auto") -> AttentionFn:
+    """Return attention over the blocks of the mask; `kernel` as of `fused_kernel`."""
 
     def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        return apply_function(_BlockAttention, q_BNSD, k_BGTD, v_BGTD, mask, scoring, scoring.sinks)
+        return apply_function(_BlockAttention, q_BNSD, k_BGTD, v_BGTD, mask, kernel, scoring, scoring.sinks)
 
     return attend
 
@@ -48,12 +48,19 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scoring: ScoreMod, sinks: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        kernel: BlockBackend,
+        scoring: ScoreMod,
+        sinks: Tensor | None,
     ) -> Tensor:
         merged = OnlineSoftmax.empty(q, v.shape[-1], sinks)
-        add_blocks(merged, BlockInputs(q, k, v, mask, scoring))
+        add_blocks(merged, BlockInputs(q, k, v, mask, scoring, kernel))
         out = merged.output.to(q.dtype)
-        ctx.mask, ctx.scoring = mask, scoring
+        ctx.mask, ctx.scoring, ctx.kernel = mask, scoring, kernel
         ctx.save_for_backward(q, k, v, out, merged.log_sum, sinks)
         return out
 
@@ -62,5 +69,5 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, out, log_sum, sinks = ctx.saved_tensors
         shared = BlockwiseBackward(out, gradients[0], log_sum)
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        add_gradients(BlockInputs(q, k, v, ctx.mask, ctx.scoring), shared, dq, dk, dv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, shared.sinks(sinks)
+        add_gradients(BlockInputs(q, k, v, ctx.mask, ctx.scoring, ctx.kernel), shared, dq, dk, dv)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, shared.sinks(sinks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,8 +33,24 @@ _TOKENS = 2  # the dim of tokens in [B, N, S, D]
 _ALIGNMENT = 8  # CUDA kernels take head dims that it divides
 
 
-def fused_kernel(q: Tensor, width: int, scoring: ScoreMod) -> BlockKernel | None:
-    """Return the fused kernel for queries [B, N, S, D] and values of `width`; None: scores are computed in fp32."""
+BlockBackend = Literal["auto", "flash", "math"]
+"""Which kernel computes a block: a flash kernel if there is one (auto), always, or never."""
+
+
+def fused_kernel(q: Tensor, width: int, scoring: ScoreMod, backend: BlockBackend = "auto") -> BlockKernel | None:
+    """Return the fused kernel for queries [B, N, S, D] and values of `width`; None: scores are computed in fp32.
+
+    Raises:
+        ValueError: `backend` is flash, and no flash kernel computes these inputs.
+    """
+    kernel = None if backend == "math" else _flash_kernel(q, width, scoring)
+    if kernel is None and backend == "flash":
+        kind = f"{q.dtype} heads of {max(width, q.shape[-1])} on {q.device.type}".removeprefix("torch.")
+        raise ValueError(f"attention_backend=flash: no flash kernel for {kind}, soft caps or dropout: use auto")
+    return kernel
+
+
+def _flash_kernel(q: Tensor, width: int, scoring: ScoreMod) -> BlockKernel | None:
     if scoring.modifies_scores:
         return None
     override = kernel_overrides().block_attention
@@ -52,11 +69,12 @@ class BlockInputs:
     v: Tensor
     mask: BlockMask
     scoring: ScoreMod
+    backend: BlockBackend = "auto"
 
     @cached_property
     def kernel(self) -> BlockKernel | None:
         """The fused kernel of the blocks, if there is one."""
-        return fused_kernel(self.q, self.v.shape[-1], self.scoring)
+        return fused_kernel(self.q, self.v.shape[-1], self.scoring, self.backend)
 
     @property
     def blocks(self) -> Iterable[Block]:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megalaunch.engine.model.attention.backends import SampleMask, attention_by
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_mask import make_block_mask
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
@@ -23,10 +24,8 @@ from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.attention.online_softmax import attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.kernels.causal_attention import causal_sdpa
-
-DENSE_MASK_TOKENS = 2048
-"""Samples of up to so many tokens have a dense mask: one kernel then takes less time than many small blocks. In longer
-samples only the blocks of queries and keys that see each other are multiplied."""
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
+from megalaunch.schema.model import AttentionBackend
 
 
 class ContextParallelism(Protocol):
@@ -50,9 +49,13 @@ class ContextParallelism(Protocol):
 
 @dataclass(frozen=True)
 class NoContextParallel:
-    """No context parallelism: every rank holds all tokens of its samples. `lengths` reads document ids."""
+    """No context parallelism: every rank holds all tokens of its samples. `lengths` reads document ids.
+
+    `backend` is the kernel of attention (`model.attention_backend`).
+    """
 
     lengths: DocumentLengths = document_lengths
+    backend: AttentionBackend = "auto"
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return 0, 1, ..."""
@@ -63,9 +66,12 @@ class NoContextParallel:
     ) -> Sequence[AttentionFn]:
         """Return the attention of each layer; layers with the same window share one."""
         by_row = None
-        if documents_Bs is not None and num_tokens > DENSE_MASK_TOKENS:
+        if documents_Bs is not None and (self.backend == "flash" or num_tokens > DENSE_MASK_TOKENS):
             by_row = documents_by_row(documents_Bs, self.lengths)
-        made = {window: whole_sample_attention(num_tokens, documents_Bs, by_row, window) for window in set(windows)}
+        made = {
+            window: whole_sample_attention(num_tokens, documents_Bs, by_row, window, self.backend)
+            for window in set(windows)
+        }
         return [made[window] for window in windows]
 
 
@@ -77,15 +83,19 @@ def whole_sample_attention(
     documents_BS: Tensor | None,
     lengths_by_row: tuple[tuple[int, ...], ...] | None,
     window: int | None,
+    backend: AttentionBackend = "auto",
 ) -> AttentionFn:
     """Return causal attention on a rank that holds all tokens of its samples.
 
     Args:
         num_tokens: The tokens of a sample.
         documents_BS: Document ids; None: one document a sample.
-        lengths_by_row: The lengths of the documents of each sample, for samples above `DENSE_MASK_TOKENS`.
+        lengths_by_row: The lengths of the documents of each sample, for flash and samples above `DENSE_MASK_TOKENS`.
         window: The sliding window in tokens; None: full attention.
+        backend: The kernel (`model.attention_backend`).
     """
+    if backend != "auto":
+        return attention_by(backend, SampleMask(num_tokens, documents_BS, lengths_by_row, window))
     if documents_BS is None:
         return partial(causal_attention, window=window)
     if num_tokens > DENSE_MASK_TOKENS:

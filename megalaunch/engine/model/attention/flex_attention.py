@@ -1,0 +1,108 @@
+"""Attention by torch's FlexAttention: a kernel that is generated from the mask and the score modification.
+
+Blocks of the mask without a visible pair are skipped. FlexAttention is compiled on CUDA; on a CPU torch runs it
+operator by operator, without a backward pass. Sinks join the softmax through its log-sum-exp; dropout has no place in
+it, because a score modification changes the sum of weights too.
+
+Shapes: B batch, N query heads, G key/value groups, S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from megalaunch.engine.model.attention.block_mask import Runs, positions_of
+from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod, softcap
+from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
+from megalaunch.kernels.overrides import kernel_overrides
+
+
+def flex_attention_by_position(
+    queries: Runs, keys: Runs, documents_BT: Tensor | None, window: int | None
+) -> AttentionFn:
+    """Return causal attention of some tokens over others, within documents and a sliding window.
+
+    Args:
+        queries: The queries' position ids.
+        keys: The keys' position ids, 0, 1, ... if there are documents.
+        documents_BT: Document ids of the keys; None: one document.
+        window: The sliding window in tokens; None: full attention.
+    """
+    made: list[BlockMask] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
+        override = kernel_overrides().attention
+        if override is not None:
+            return override(q, k, v, None)
+        if scoring.dropout_seeds is not None:
+            raise ValueError("attention_backend=flex computes no attention dropout: use auto")
+        if documents_BT is None:
+            block_mask = _causal_block_mask(queries, keys, window, q.device)
+        else:
+            if not made:  # one for all layers with this window
+                made.append(_document_block_mask(queries, keys, documents_BT, window))
+            (block_mask,) = made
+        return _attend(q, k, v, block_mask, scoring)
+
+    return attend
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scoring: ScoreMod) -> Tensor:
+    """Call FlexAttention, [B, N, S, D]."""
+    out, aux = flex_operator(q)(
+        q,
+        k,
+        v,
+        score_mod=None if scoring.soft_cap is None else _capped(scoring.soft_cap),
+        block_mask=block_mask,
+        scale=scoring.softmax_scale(q),
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if scoring.sinks is None:
+        return out
+    # With its log-sum-exp L a sink s multiplies the output by exp(L) / (exp(L) + exp(s)).
+    kept = torch.sigmoid(aux.lse - scoring.sinks.float()[:, None])
+    return (out * kept.unsqueeze(-1)).to(q.dtype)
+
+
+@cache
+def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the soft cap as a score modification; one function per cap, so that it is compiled once."""
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap(score, cap)
+
+    return score_mod
+
+
+@lru_cache(maxsize=64)
+def _causal_block_mask(queries: Runs, keys: Runs, window: int | None, device: torch.device) -> BlockMask:
+    """Return the block mask of one document per sample."""
+    q_positions, k_positions = positions_of(queries, device), positions_of(keys, device)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return _in_window(q_positions[query] - k_positions[key], window)
+
+    return make_flex_mask(visible, None, len(q_positions), len(k_positions), device)
+
+
+def _document_block_mask(queries: Runs, keys: Runs, documents_BT: Tensor, window: int | None) -> BlockMask:
+    """Return the block mask of a microbatch of packed documents."""
+    device = documents_BT.device
+    q_positions, k_positions = positions_of(queries, device), positions_of(keys, device)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = documents_BT[batch, q_positions[query]] == documents_BT[batch, k_positions[key]]
+        return _in_window(q_positions[query] - k_positions[key], window) & same
+
+    return make_flex_mask(visible, len(documents_BT), len(q_positions), len(k_positions), device)
+
+
+def _in_window(distance: Tensor, window: int | None) -> Tensor:
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

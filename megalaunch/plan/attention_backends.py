@@ -1,0 +1,139 @@
+"""What each value of `model.attention_backend` computes, as data: devices, dtypes, head sizes, masks, determinism.
+
+The rules of plan/rules/attention_backend.py refuse the rest before a run starts; the engine's forms are in
+engine/model/attention/backends.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megalaunch.platform.chips import CHIPS, DeviceKind
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import AttentionBackend, ModelSpec
+
+DENSE_MASK_TOKENS = 2048
+"""Samples of up to so many tokens have a dense mask: one kernel then takes less time than many small blocks. In longer
+samples only the blocks of queries and keys that see each other are multiplied."""
+
+_TORCH_DEVICES: tuple[DeviceKind, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """What a backend computes.
+
+    Attributes:
+        meaning: the kernel, in words.
+        devices: torch's device types that it runs on.
+        cuda_16_bits_only: on a GPU it takes bf16 and fp16 only.
+        head_sizes: the smallest and the largest head on a GPU; None: any.
+        masks: sliding windows and packed documents: "any", up to `DENSE_MASK_TOKENS` ("dense"), or none.
+        soft_cap, sinks, dropout: the score modifications that it computes.
+        exchanges: the values of parallel.cp_comm_type that it works with.
+        deterministic: it has a deterministic backward pass on a GPU.
+        missing: why the engine cannot use it yet; None: it can.
+    """
+
+    meaning: str
+    devices: tuple[DeviceKind, ...] = ("cuda",)
+    cuda_16_bits_only: bool = False
+    head_sizes: tuple[int, int | None] = (1, None)
+    masks: str = "any"
+    soft_cap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    exchanges: tuple[str, ...] = ("a2a",)
+    deterministic: bool = True
+    missing: str | None = None
+
+
+_ALL_EXCHANGES = ("p2p", "a2a", "allgather", "a2a+p2p")
+# Limits of the operators: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and its FlexAttention.
+BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
+    {
+        "flash": BackendFacts(
+            "torch's flash attention, by blocks of the mask",
+            devices=_TORCH_DEVICES,
+            cuda_16_bits_only=True,
+            head_sizes=(1, 256),
+            sinks=True,
+            exchanges=_ALL_EXCHANGES,
+        ),
+        "cudnn": BackendFacts(
+            "torch's call of cuDNN", cuda_16_bits_only=True, head_sizes=(1, 128), masks="none", deterministic=False
+        ),
+        "efficient": BackendFacts("torch's memory-efficient attention, keys repeated for each head", masks="dense"),
+        "flex": BackendFacts(
+            "torch's FlexAttention, compiled",
+            head_sizes=(16, None),
+            soft_cap=True,
+            sinks=True,
+            exchanges=("a2a", "allgather"),
+        ),
+        "math": BackendFacts(
+            "operator by operator: all scores are held and their weights saved",
+            devices=("cpu", "cuda", "musa", "txda"),
+            soft_cap=True,
+            sinks=True,
+            dropout=True,
+            exchanges=_ALL_EXCHANGES,
+        ),
+        "flash_attn": BackendFacts("package flash-attn", missing="the engine has no adapter for package flash-attn"),
+        "te": BackendFacts(
+            "Transformer Engine's DotProductAttention", missing="the engine has no adapter for Transformer Engine"
+        ),
+    }
+)
+"""The backends by name; `auto` selects among kernels by device, dtype and mask, and computes everything."""
+
+
+def serving_backends(device: DeviceKind) -> tuple[AttentionBackend, ...]:
+    """Return the backends that run on a device type, auto first."""
+    return ("auto", *(name for name, facts in BACKENDS.items() if device in facts.devices and not facts.missing))
+
+
+def device_of(spec: RunSpec) -> DeviceKind | None:
+    """Return the device type of the spec's chip; None: unknown."""
+    chip = CHIPS.get(spec.platform.chip)
+    return None if chip is None else chip.device
+
+
+def head_size(model: ModelSpec) -> int:
+    """Return the width of a query head."""
+    if model.mla.kv_lora_rank is not None:
+        return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def describe_backend(spec: RunSpec) -> str:
+    """Return which kernel of attention a run takes, and why, in one sentence."""
+    model, length = spec.model, spec.batch.sequence_length
+    if model.attention_backend != "auto":
+        return f"{BACKENDS[model.attention_backend].meaning}: chosen by model.attention_backend"
+    blocks = "blocks of flash attention" if _has_flash(spec) else "blocks with scores in fp32"
+    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
+        return "blocks with scores in fp32: fused kernels have no soft cap, and other dropout masks"
+    if spec.parallel.cp > 1 and spec.parallel.cp_comm_type != "a2a":
+        return f"{blocks}: context parallelism merges them by their log-sum-exp"
+    masked = spec.data.reset_attention_mask or (model.sliding_window or length) < length
+    if masked and length > DENSE_MASK_TOKENS:
+        return f"{blocks}: documents or windows in samples above {DENSE_MASK_TOKENS:,} tokens"
+    if model.attention_sinks:
+        return "blocks with scores in fp32: torch's operator has no sinks"
+    if masked:
+        return f"torch's operator with a dense mask: samples have at most {DENSE_MASK_TOKENS:,} tokens"
+    if device_of(spec) == "cpu":
+        return "kernels/causal_attention.py, or torch's flash attention, by dtype and length: the faster on a CPU"
+    return "torch's operator: flash, cuDNN or memory-efficient, in torch's order of preference"
+
+
+def _has_flash(spec: RunSpec) -> bool:
+    """Return whether blocks have a flash kernel: on CPUs always, on GPUs in 16 bits."""
+    flash = BACKENDS["flash"]
+    if device_of(spec) not in flash.devices:
+        return False
+    fits = head_size(spec.model) <= (flash.head_sizes[1] or 0) and spec.precision.compute_dtype != "fp32"
+    return device_of(spec) == "cpu" or fits

@@ -1,0 +1,87 @@
+"""Each value of `model.attention_backend` against auto: outputs and every gradient, for every kind of mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex_attention
+
+from megalaunch.engine.model.attention.core import NO_CP, NoContextParallel
+from megalaunch.engine.model.attention.score_mod import ScoreMod
+
+TOKENS = 24
+SEEDS = torch.tensor([[3, 5, 7, 9], [11, 13, 15, 17]])
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 10 + [2] * 5, [0] * 3 + [1] * 21])
+MASKS = {"causal": (None, None), "window": (None, 5), "documents": (DOCUMENTS, None), "both": (DOCUMENTS, 5)}
+SCORES = {
+    "plain": {},
+    "sinks": {"sinks": True},
+    "cap": {"soft_cap": 1.5},
+    "capped sinks": {"sinks": True, "soft_cap": 1.5},
+}
+SERVED = {"flash": ("plain", "sinks"), "flex": tuple(SCORES), "math": tuple(SCORES)}
+
+
+@pytest.fixture
+def flex_backward_on_cpu(monkeypatch):
+    """torch refuses gradients of FlexAttention on a CPU before it computes them operator by operator."""
+    monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)
+
+
+def _results(backend, mask, values_width=16, **scores) -> list[torch.Tensor]:
+    """Return the output and the gradients of queries, keys, values and sinks."""
+    torch.manual_seed(1)
+    documents, window = MASKS[mask]
+    inputs = [torch.randn(2, heads, TOKENS, width) for heads, width in ((4, 16), (2, 16), (2, values_width))]
+    inputs += [torch.randn(4)] if scores.pop("sinks", False) else []
+    inputs = [x.requires_grad_() for x in inputs]
+    scoring = ScoreMod(0.3, sinks=inputs[3] if len(inputs) > 3 else None, **scores)
+    context = NoContextParallel(backend=backend)
+    (attend,) = context.make_attention(TOKENS, documents, [window], torch.device("cpu"))
+    out = attend(*inputs[:3], scoring)
+    (out * torch.linspace(-1, 2, out.numel()).view(out.shape)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("backend", "scores"), [(name, kind) for name, kinds in SERVED.items() for kind in kinds])
+def test_a_backend_computes_what_auto_does(backend, scores, mask, flex_backward_on_cpu):
+    for found, expected in zip(
+        _results(backend, mask, **SCORES[scores]), _results("auto", mask, **SCORES[scores]), strict=True
+    ):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_math_drops_the_same_weights_as_auto():
+    dropout = {"dropout_seeds": SEEDS, "dropout": 0.3}
+    for found, expected in zip(_results("math", "both", **dropout), _results("auto", "both", **dropout), strict=True):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_values_may_be_narrower_than_keys(backend, flex_backward_on_cpu):
+    for found, expected in zip(_results(backend, "causal", 6), _results("auto", "causal", 6), strict=True):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("backend", "scores", "said"),
+    [
+        ("flash", {"soft_cap": 1.5}, "attention_backend=flash: no flash kernel for float32 heads of 16 on cpu"),
+        ("flex", {"dropout_seeds": SEEDS, "dropout": 0.3}, "attention_backend=flex computes no attention dropout"),
+        ("efficient", {"soft_cap": 1.5}, "attention_backend=efficient computes no soft cap, sinks or dropout"),
+        ("cudnn", {}, "No viable backend"),
+    ],
+)
+def test_a_backend_is_never_replaced(backend, scores, said):
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        _results(backend, "causal", **scores)
+
+
+def test_torch_has_no_backward_of_flex_attention_on_a_cpu():
+    with pytest.raises(RuntimeError, match="backward on CPU"):
+        _results("flex", "causal")
+
+
+def test_auto_is_the_default():
+    assert NO_CP.backend == "auto"

@@ -1,0 +1,56 @@
+"""Each attention backend under every kind of parallelism, against auto on one process: all gradients, three steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from oracle import hold_to_one_process, shake, small_spec
+from slow_cases import slow_but
+from torch.nn.attention import flex_attention
+
+PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
+WINDOWS = {"model__sliding_window": 5, "model__sliding_window_pattern": 2}
+SINKS = {"model__attention_sinks": True, **WINDOWS}
+CAPS = {"model__attn_logit_softcapping": 2.0, **WINDOWS}
+RECOMPUTE = {"recompute__granularity": "selective", "recompute__modules": ["attention"]}
+TP_SP = {"parallel__tp": 2, "parallel__sequence_parallel": True}
+
+
+def _cp(exchange: str) -> dict[str, Any]:
+    return {"parallel__cp": 2, "parallel__cp_comm_type": exchange}
+
+
+CASES: dict[tuple[str, str], dict[str, Any]] = {
+    ("flash", "tp2 sp, sinks"): TP_SP | SINKS,
+    ("flash", "documents, recompute"): PACKED | WINDOWS | RECOMPUTE,
+    ("flash", "cp2 ring, sinks"): _cp("p2p") | SINKS,
+    ("flash", "cp2 allgather, documents"): _cp("allgather") | PACKED,
+    ("flash", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("math", "tp2 sp, soft caps"): TP_SP | CAPS,
+    ("math", "recompute, dropout"): RECOMPUTE | SINKS | {"model__attention_dropout": 0.2},
+    ("math", "cp2 ring, soft caps"): _cp("p2p") | CAPS,
+    ("math", "cp2 allgather, dropout"): _cp("allgather") | {"model__attention_dropout": 0.2},
+    ("math", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("math", "pp3 zero bubble"): {"parallel__pp": 3, "parallel__schedule": "zero_bubble"},
+    ("flex", "tp2 sp, soft caps"): TP_SP | CAPS,
+    ("flex", "recompute, sinks, documents"): RECOMPUTE | SINKS | PACKED,
+    ("flex", "cp2 allgather, documents"): _cp("allgather") | PACKED | WINDOWS,
+    ("flex", "cp2 a2a, sinks"): _cp("a2a") | SINKS,
+}  # fmt: skip
+QUICK = [("flash", "cp2 ring, sinks"), ("math", "cp2 a2a, documents")]
+
+
+@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK))
+def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
+    spec = small_spec(
+        model__attention_backend=backend, **{"parallel__dp": 1, "model__head_dim": 4} | CASES[backend, layout]
+    )
+    hold_to_one_process(spec, prepare=shake)
+
+
+@pytest.mark.slow
+def test_compiled_layers():
+    small = {"parallel__dp": 1, "model__num_layers": 1, "train__compile": True}
+    hold_to_one_process(small_spec(**small, model__attention_backend="math"), timeout=240)

@@ -1,0 +1,76 @@
+"""What the rules of `model.attention_backend` say, and the kernel that a run reports."""
+
+from __future__ import annotations
+
+import pytest
+from made_specs import LAPTOP, resolved
+
+from megalaunch.plan.attention_backends import describe_backend, serving_backends
+from megalaunch.plan.check import check
+
+TINY = ("recipe=tiny", "data.corpus=x")
+H100 = (*TINY, "platform=h100", "cluster.nodes=1", "cluster.devices_per_node=8", "batch.global_batch_size=16",
+        "precision.compute_dtype=bf16")  # fmt: skip
+WIDE = ("model.head_dim=16",)
+FP32 = "precision.compute_dtype=fp32"
+WINDOW = "model.sliding_window=8"
+PACKED = "data.reset_attention_mask=true"
+LONG = ("batch.sequence_length=4096", "model.max_position_embeddings=4096")
+
+
+def _errors(*overrides: str) -> dict[str, str]:
+    spec, composition = resolved(*overrides)
+    findings = check(spec, composition.origins, "validate", LAPTOP)
+    return {f.rule: f.message for f in findings if f.rule.startswith("attention.backend")}
+
+
+REFUSED = {
+    "flash_attn": (TINY, "the engine has no adapter for package flash-attn"),
+    "te": (TINY, "the engine has no adapter for Transformer Engine"),
+    "flex": (TINY, "torch's FlexAttention has no backward pass on cpu"),
+    "cudnn": (TINY, "cudnn attention does not run on cpu"),
+    "flash": ((*H100, FP32), "flash attention takes bf16 and fp16, but compute_dtype is fp32"),
+    "flash ": ((*H100, "model.head_dim=512"), "flash attention takes heads of at most 256, but head_dim is 512"),
+    "flex ": ((*H100, "model.head_dim=8"), "flex attention takes heads of at least 16, but head_dim is 8"),
+    "efficient": ((*H100, "model.attention_sinks=true"), "efficient attention does not compute attention_sinks"),
+    "flex  ": ((*H100, *WIDE, "model.attention_dropout=0.1"), "flex attention does not compute attention_dropout"),
+    "cudnn ": ((*H100, WINDOW), "cudnn attention does not compute a sliding window"),
+    "cudnn  ": ((*H100, PACKED), "cudnn attention does not compute packed documents"),
+    "efficient ": ((*H100, *LONG, WINDOW), "efficient attention does not compute a sliding window above 2048 tokens"),
+    "flex   ": ((*H100, *WIDE, "parallel=cp2"), "flex attention does not work with cp_comm_type p2p"),
+    "cudnn   ": ((*H100, "train.deterministic=true"), "cudnn attention has no deterministic backward pass"),
+    "math": (
+        (*H100, "parallel=cp2", PACKED, "parallel.dynamic_context_parallel=true"),
+        "dynamic context parallelism selects the kernel of each document",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_backend_does_not_compute_is_refused(case):
+    overrides, said = REFUSED[case]
+    assert any(said in text for text in _errors(*overrides, f"model.attention_backend={case.strip()}").values())
+    assert not _errors(*overrides)  # auto computes it
+
+
+def test_the_backends_of_a_device():
+    assert serving_backends("cpu") == ("auto", "flash", "math")
+    assert serving_backends("cuda") == ("auto", "flash", "cudnn", "efficient", "flex", "math")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (TINY, "the faster on a CPU"),
+        (H100, "torch's operator: flash, cuDNN or memory-efficient"),
+        ((*H100, WINDOW), "torch's operator with a dense mask: samples have at most 2,048 tokens"),
+        ((*H100, *LONG, WINDOW), "blocks of flash attention: documents or windows in samples above 2,048 tokens"),
+        ((*H100, "parallel=cp2"), "blocks of flash attention: context parallelism"),
+        ((*H100, "precision.compute_dtype=fp32", "parallel=cp2"), "blocks with scores in fp32: context parallelism"),
+        ((*H100, "model.attention_sinks=true"), "blocks with scores in fp32: torch's operator has no sinks"),
+        ((*H100, "model.attn_logit_softcapping=30"), "fused kernels have no soft cap"),
+        ((*H100, "model.attention_backend=flash"), "chosen by model.attention_backend"),
+    ],
+)
+def test_a_run_reports_its_kernel_and_why(overrides, said):
+    assert said in describe_backend(resolved(*overrides)[0])
