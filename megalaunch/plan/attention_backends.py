@@ -28,7 +28,7 @@ class BackendFacts:
     Attributes:
         meaning: the kernel, in words.
         devices: torch's device types that it runs on.
-        cuda_16_bits_only: on a GPU it takes bf16 and fp16 only.
+        gpu_16_bits_only: on a GPU it takes bf16 and fp16 only.
         head_sizes: the smallest and the largest head on a GPU; None: any.
         masks: sliding windows and packed documents: "any", up to `DENSE_MASK_TOKENS` ("dense"), or none.
         soft_cap, sinks, dropout: the score modifications that it computes.
@@ -39,7 +39,7 @@ class BackendFacts:
 
     meaning: str
     devices: tuple[DeviceKind, ...] = ("cuda",)
-    cuda_16_bits_only: bool = False
+    gpu_16_bits_only: bool = False
     head_sizes: tuple[int, int | None] = (1, None)
     masks: str = "any"
     soft_cap: bool = False
@@ -57,13 +57,13 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
         "flash": BackendFacts(
             "torch's flash attention, by blocks of the mask",
             devices=_TORCH_DEVICES,
-            cuda_16_bits_only=True,
+            gpu_16_bits_only=True,
             head_sizes=(1, 256),
             sinks=True,
             exchanges=_ALL_EXCHANGES,
         ),
         "cudnn": BackendFacts(
-            "torch's call of cuDNN", cuda_16_bits_only=True, head_sizes=(1, 128), masks="none", deterministic=False
+            "torch's call of cuDNN", gpu_16_bits_only=True, head_sizes=(1, 128), masks="none", deterministic=False
         ),
         "efficient": BackendFacts("torch's memory-efficient attention, keys repeated for each head", masks="dense"),
         "flex": BackendFacts(

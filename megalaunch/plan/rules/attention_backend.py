@@ -56,7 +56,7 @@ def backend_platform(at: RuleContext) -> Iterator[Violation]:
         return
     dtype, width = at.spec.precision.compute_dtype, head_size(at.spec.model)
     smallest, largest = facts.head_sizes
-    if facts.cuda_16_bits_only and dtype == "fp32":
+    if facts.gpu_16_bits_only and dtype == "fp32":
         yield Violation(
             _KEY,
             f"{name} attention takes bf16 and fp16, but compute_dtype is fp32",
