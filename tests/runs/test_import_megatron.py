@@ -107,6 +107,13 @@ def test_a_rampup_in_increments_keeps_its_three_numbers():
     assert (values["batch.rampup_batch_size"], values["batch.global_batch_size"]) == ("16 16 100", 64)
 
 
+def test_the_schedule_of_a_rampup_ends_after_as_many_full_batches_as_megatron_has_steps():
+    ramp = "--global-batch-size 64 --rampup-batch-size 16 16 100 --train-iters 50 --lr-decay-style cosine"
+    assert import_script(f"{SMALL} {ramp}", "x", "x").values["schedule.decay_steps"] == 50
+    same = import_script(f"{SMALL} {ramp} --lr-decay-iters 50", "x", "x").values
+    assert same["schedule.decay_steps"] == 50
+
+
 def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
     spec = spec_of(tmp_path, MIXTRAL_8X7B, given={"1": "/data/corpus_text_document"})
     assert spec.data.train_prefix == "/data/corpus_text_document"

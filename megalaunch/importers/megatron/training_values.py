@@ -190,6 +190,8 @@ def _schedule(given: Arguments, values: Values) -> None:
     decay = _steps(given, "lr-decay", batch)
     steps = values.get("train.steps")
     values["schedule.decay_steps"] = None if decay == steps else decay
+    if "batch.rampup_batch_size" in values and given.has("train-iters"):
+        values["schedule.decay_steps"] = decay or steps  # Megatron's horizon is of full batches, which a rampup is not
     warmup = _steps(given, "lr-warmup", batch)
     fraction = given.number("lr-warmup-fraction")
     if fraction is not None and (decay or steps):
