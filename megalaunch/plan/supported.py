@@ -6,9 +6,8 @@ Every other value of these keys composes, validates and plans; `train` rejects i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megalaunch.plan.findings import as_override
@@ -19,19 +18,31 @@ from megalaunch.schema.paths import value_at
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of which the engine supports only the `supported` values; `meaning` describes the other values."""
+    """A key of which the engine supports only the `supported` values; `meaning` describes the other values.
+
+    `lifted_by` is a switch with which it supports them all; None: there is none.
+    """
 
     path: str
     supported: tuple[Any, ...]
     meaning: str
+    lifted_by: str | None = None
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
-        return value_at(spec, self.path) in self.supported
+        lifted = self.lifted_by is not None and bool(value_at(spec, self.lifted_by))
+        return lifted or value_at(spec, self.path) in self.supported
 
 
 LIMITS = (
-    Limit("precision.compute_dtype", ("auto", "fp32", "bf16", "fp16"), "fp8"),
+    Limit(
+        "precision.fp8.recipe",
+        ("tensorwise", "delayed", "rowwise"),
+        "native fp8 with finer scales",
+        "precision.emulate",
+    ),
+    Limit("precision.fp8.implementation", ("native",), "Transformer Engine"),
+    Limit("precision.fp8.param_gather", (False,), "all-gathers of parameters in fp8"),
     Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
     Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
 )
@@ -45,23 +56,10 @@ CHIP_LIMIT = Limit(
 )
 """The limit on devices; not in LIMITS, whose entries a test on one machine can verify against the engine."""
 
-MEANINGLESS: Mapping[str, str] = MappingProxyType(
-    {
-        "precision.fp8.": "precision.compute_dtype",
-    }
-)
-"""Keys, or sections, without effect while the engine supports only one value of the key that they map to."""
-
 
 def deciding_limit(path: str) -> Limit | None:
-    """Return the limit on a key, or on the key that it depends on; None: all of its values are supported."""
-    limits = {limit.path: limit for limit in (*LIMITS, CHIP_LIMIT)}
-    if path in limits:
-        return limits[path]
-    for entry, decides in MEANINGLESS.items():
-        if path == entry or (entry.endswith(".") and path.startswith(entry)):
-            return limits.get(decides)
-    return None
+    """Return the limit on a key; None: all of its values are supported."""
+    return next((limit for limit in (*LIMITS, CHIP_LIMIT) if limit.path == path), None)
 
 
 def not_trained(spec: RunSpec) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
             "parallel": {**asdict(layout), "dp": dp},
             "cluster": {"nodes": 1, "devices_per_node": layout.tp * layout.pp * layout.cp * dp},
             "precision": {
-                "compute_dtype": stored.precision.compute_dtype,
+                "compute_dtype": _inference_dtype(stored),
                 "residual_dtype": stored.precision.residual_dtype,
             },
             "batch": {
@@ -134,6 +134,12 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
             "run": {"name": "text", "directory": str(directory.root)},
         }
     )
+
+
+def _inference_dtype(stored: RunSpec) -> str:
+    """Return the dtype of inference: bf16 for a model trained in fp8, whose weights are not quantised."""
+    dtype = stored.precision.compute_dtype
+    return "bf16" if dtype == "fp8" else dtype
 
 
 def _check_spec(spec: RunSpec, machine: Machine) -> RunSpec:

@@ -18,8 +18,13 @@ class Float8Spec:
         "tensorwise", "Scaling granularity, and whether scales come from earlier steps (delayed)."
     )
     format: Literal["e4m3", "hybrid"] = setting("hybrid", "FP8 format: e4m3, or hybrid with gradients in e5m2.")
+    wgrad: bool = setting(True, "Compute weight gradients in FP8 too; false: in bf16.")
+    margin: int = setting(0, "Delayed scales are divided by 2 to the power of this margin.", minimum=0, maximum=16)
     amax_history_len: int = setting(
-        1024, "Steps whose maximum absolute values (amax) determine the delayed scale.", "steps", minimum=1
+        1024,
+        "Steps whose maximum absolute values (amax) determine the delayed scale; 1: the most recent step.",
+        "steps",
+        minimum=1,
     )
     param_gather: bool = setting(False, "All-gather parameters in FP8 over data-parallel ranks.")
     first_layers_bf16: int = setting(0, "Number of first layers computed in bf16.", minimum=0)
@@ -43,6 +48,9 @@ class PrecisionSpec:
 
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
         "auto", "Dtype of matmuls and activations; auto: bf16 if the device supports it natively, else fp32."
+    )
+    emulate: bool = setting(
+        False, "Compute FP8 matmuls on hardware without them: cast to FP8 and back, multiply in fp32; slow."
     )
     tf32: bool = setting(
         False, "Compute fp32 matmuls of GPUs on TF32 tensor cores, with inputs rounded to 10 bits of mantissa."

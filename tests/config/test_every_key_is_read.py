@@ -11,7 +11,7 @@ from pathlib import Path
 
 import megalaunch
 from megalaunch.config.keys import schema_keys
-from megalaunch.plan.supported import LIMITS, MEANINGLESS
+from megalaunch.plan.supported import LIMITS
 from megalaunch.schema import RunSpec
 from megalaunch.schema.build import resolve_annotations
 
@@ -26,7 +26,6 @@ LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.s
 
 # Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
 WITHOUT = {
-    **MEANINGLESS,
     "parallel.hierarchical_context_parallel_sizes": "parallel.cp_comm_type",
     "parallel.microbatch_group_size_per_vp_stage": "parallel.vpp",
     "parallel.schedule": "parallel.pp",

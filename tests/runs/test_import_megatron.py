@@ -145,6 +145,8 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
             "--fp8-format hybrid --fp8-amax-history-len 16", "precision.fp8.amax_history_len", 1,
         ),
         ("--fp8-format hybrid --fp8-amax-compute-algo most_recent", "precision.fp8.amax_history_len", 1),
+        ("--fp8-format hybrid --fp8-margin 2", "precision.fp8.margin", 2),
+        ("--fp8-format hybrid --no-fp8-wgrad", "precision.fp8.wgrad", False),
         ("--squared-relu", "model.activation", "squared_relu"),
         ("--quick-geglu --glu-linear-offset 1.0", "model.activation", "quick_geglu"),
         ("--disable-bias-linear --add-qkv-bias", "model.qkv_bias", True),

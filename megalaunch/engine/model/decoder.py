@@ -27,6 +27,7 @@ from megalaunch.engine.model.multi_token import MeetInOneNode, MultiTokenDepth
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
+from megalaunch.engine.precision.amax_history import AmaxHistories
 from megalaunch.plan.parameters import vocabulary_rows
 
 VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
@@ -87,6 +88,7 @@ class Decoder(nn.Module):
                 for depth, layer in enumerate(config.mtp_layers)
             }
         )
+        self.amax_histories: AmaxHistories | None = None  # of delayed fp8 scaling
         self.group_save_policy: SavePolicy = save_activations
         self.recompute_groups: Sequence[Sequence[str]] = ()
         """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""

@@ -6,23 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.param_layout import REPLICATED, ParamLayout, local_param
-from megalaunch.kernels.matmul import linear
+from megalaunch.kernels.linear_matmuls import COMPUTE_DTYPE, LinearMatmuls, linear_by
 
 
 class Linear(nn.Module):
     """x -> x W^T (+ b); `weight` is [out, in] as in torch.
 
     Column parallel (outputs sharded): the bias is sharded with the outputs. Row parallel (inputs sharded): the bias is
-    replicated, and every rank adds it after the sum over ranks.
+    replicated, and every rank adds it after the sum over ranks. `matmuls` computes its products, in fp8 for instance.
     """
 
     def __init__(self, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.matmuls: LinearMatmuls = COMPUTE_DTYPE
         self.layout = layout
         self.bias_layout = layout if layout.shard_dim == 0 else REPLICATED
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer on one device that holds the whole weight: [..., in] -> [..., out]."""
-        return linear(x, local_param(self.weight), None if self.bias is None else local_param(self.bias))
+        bias = None if self.bias is None else local_param(self.bias)
+        return linear_by(self.matmuls, x, local_param(self.weight), bias)

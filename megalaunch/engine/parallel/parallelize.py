@@ -33,6 +33,7 @@ from megalaunch.engine.parallel.expert_parallel import (
     read_row_counts,
     shard_expert_params,
 )
+from megalaunch.engine.parallel.float8 import apply_float8
 from megalaunch.engine.parallel.fsdp import apply_fsdp
 from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
@@ -80,10 +81,11 @@ def parallelize_decoder(
        outside of the checkpoint: recomputation must not all-gather or reduce a second time.
     6. Offload: install saved-tensor hooks around the first layers, whose modules are not recomputed. Before FSDP, whose
        hooks stay outside of them too.
-    7. Compile: compile each layer, checkpoints included. Before FSDP, whose hooks would break the graph.
-    8. Shard: apply `fully_shard` to every layer and to the rest of the stage. Last of the wrappers, as its hooks must
+    7. Float8: let linear layers compute in fp8. Before compilation, whose graphs hold their matmuls.
+    8. Compile: compile each layer, checkpoints included. Before FSDP, whose hooks would break the graph.
+    9. Shard: apply `fully_shard` to every layer and to the rest of the stage. Last of the wrappers, as its hooks must
        enclose everything that reads a parameter.
-    9. Materialize: allocate this rank's shards (`materialize`), then initialize them or load a checkpoint. After all
+    10. Materialize: allocate this rank's shards (`materialize`), then initialize them or load a checkpoint. After all
        else, so that no rank ever holds a full parameter.
 
     Args:
@@ -106,6 +108,7 @@ def parallelize_decoder(
         shard_expert_params(part, mesh.expert_shards_mesh)
         apply_recompute(part, spec.recompute, observer)
         apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
+        apply_float8(part, spec, mesh)
         if spec.train.compile:
             compile_layers(part, _has_eager_attention(spec, mesh))
         precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)

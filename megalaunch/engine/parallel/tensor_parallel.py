@@ -26,7 +26,8 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.tp_overlap import AllGatherMatmulRing, MatmulReduceScatterRing
 from megalaunch.engine.param_layout import ParamLayout, get_param_layout, local_or_shared_shard, local_param
-from megalaunch.kernels.matmul import linear, matmul, needs_grad
+from megalaunch.kernels.linear_matmuls import LinearMatmuls, linear_by
+from megalaunch.kernels.matmul import needs_grad
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 
@@ -60,7 +61,10 @@ class TensorParallel:
         if self.overlap and self.sequence_parallel:
             outputs = apply_tuple_function(AllGatherMatmulRing, x_BsH, self.axis, *weights)
         else:
-            outputs = apply_tuple_function(_ColumnParallelLinearFn, x_BsH, self.axis, self.sequence_parallel, *weights)
+            matmuls = tuple(p.matmuls for p in projections)
+            outputs = apply_tuple_function(
+                _ColumnParallelLinearFn, x_BsH, self.axis, self.sequence_parallel, matmuls, *weights
+            )
         return tuple(
             out if p.bias is None else out + self.local_param(p.bias, p.bias_layout)
             for out, p in zip(outputs, projections, strict=True)
@@ -76,7 +80,7 @@ class TensorParallel:
         if self.overlap and self.sequence_parallel:
             total = apply_function(MatmulReduceScatterRing, x_BSf, self.axis, weight)
         else:
-            total = self._sum(linear(x_BSf, weight))
+            total = self._sum(linear_by(projection.matmuls, x_BSf, weight))
         return total if projection.bias is None else total + local_param(projection.bias)
 
     def local_param(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
@@ -124,11 +128,18 @@ class _ColumnParallelLinearFn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        matmuls: tuple[LinearMatmuls, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.sequence_parallel, ctx.matmuls = axis, sequence_parallel, matmuls
         ctx.save_for_backward(x, *weights)
         whole = all_gather_async(x, _SEQUENCE, axis).wait() if sequence_parallel else x
-        return tuple(matmul(whole, weight.T) for weight in weights)
+        return tuple(each.output(whole, weight) for each, weight in zip(matmuls, weights, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,13 +148,17 @@ class _ColumnParallelLinearFn(torch.autograd.Function):
         gathering = all_gather_async(x, _SEQUENCE, ctx.axis) if ctx.sequence_parallel and any(wanted) else None
         reducing = None
         if needs_grad(ctx, 0):
-            dx = matmul(dys[0], weights[0])
-            for dy, weight in zip(dys[1:], weights[1:], strict=True):
-                dx = matmul(dy, weight, onto=dx)
+            first, *rest = zip(ctx.matmuls, dys, weights, strict=True)
+            dx = first[0].input_grad(*first[1:])
+            for each, dy, weight in rest:
+                dx = each.input_grad(dy, weight, onto=dx)
             reducing = _start_reduce(dx, ctx.axis, ctx.sequence_parallel)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
-        dweights = [matmul(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
-        return reducing.wait() if reducing else None, None, None, *dweights
+        dweights = [
+            each.weight_grad(dy.flatten(0, 1), rows) if needed else None
+            for each, dy, needed in zip(ctx.matmuls, dys, wanted, strict=True)
+        ]
+        return reducing.wait() if reducing else None, None, None, None, *dweights
 
 
 class _GatherFromSP(torch.autograd.Function):

@@ -1,4 +1,7 @@
-"""The dtypes of a step: compute in fp32, bf16 or fp16, with fp32 master weights (main params) either way."""
+"""The dtypes of a step: compute in fp32, bf16 or fp16, with fp32 master weights (main params) either way.
+
+With fp8 linear layers all else computes in bf16; `precision/float8.py` has their matmuls.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megalaunch.schema.precision import PrecisionSpec
 
-_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def compute_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """Return the dtype of matmuls. Raises ValueError while it is still `auto`."""
+    """Return the dtype of activations, and of matmuls but those in fp8. Raises ValueError while it is still `auto`."""
     if precision.compute_dtype == "auto":
         raise ValueError("precision.compute_dtype is still auto: the launcher resolves it before workers start")
     return _FORMATS[precision.compute_dtype]

@@ -1,7 +1,7 @@
 """Save and restore a run: its checkpoints, one save at a time and old ones removed, and the training state in them.
 
-The state of a run is its weights, optimizer moments, step and token count, and in fp16 the loss scale; the data order
-is a function of the step.
+The state of a run is its weights, optimizer moments, step and token count, in fp16 the loss scale, and with
+delayed fp8 scaling the amax histories; the data order is a function of the step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megalaunch.engine.checkpoint.store import load_checkpoint, prune_checkpoint
 from megalaunch.engine.model.decoder import strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.parallel.float8 import float8_states, restore_float8
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.expert_load import router_states
 from megalaunch.engine.train.progress import TrainProgress
@@ -169,7 +170,7 @@ def state_tensors(model: ModelParts, optimizer: Optimizer) -> Mapping[str, Tenso
     """
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
-    return {**weights, **buffers, **optimizer.states(), **router_states(model)}
+    return {**weights, **buffers, **optimizer.states(), **router_states(model), **float8_states(model)}
 
 
 def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:
@@ -269,4 +270,5 @@ def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer:
     except ValueError as error:
         raise CheckpointError(f"{checkpoint / POSITION}.json holds {error}") from error
     optimizer.set_step(position.num_updates)
+    restore_float8(model)
     return position

@@ -26,6 +26,7 @@ from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
 from megalaunch.engine.optimizer.learning_rate import learning_rate
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
+from megalaunch.engine.parallel.float8 import begin_float8_step, end_float8_step
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.loss_scale import UpdateState
 from megalaunch.engine.run_end import RankError, RunEnd
@@ -121,8 +122,10 @@ class TrainStep:
         tokens, *mtp_tokens = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
         updates, limits = self._updates, self._spec.precision.loss_scale
         self._set_loss_factors(step)
+        begin_float8_step(self._model)
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
+        end_float8_step(self._model, self._mesh)
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, bool(self._spec.parallel.sequence_parallel))
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)

@@ -168,6 +168,8 @@ JOINT: dict[str, tuple[int, str]] = {
     "fp8-format": (1, "precision.compute_dtype precision.fp8.format"),
     "fp8-hybrid": (0, "precision.compute_dtype precision.fp8.format"),
     "fp8-recipe": (1, "precision.fp8.recipe"),
+    "fp8-margin": (1, "precision.fp8.margin"),
+    "no-fp8-wgrad": (0, "precision.fp8.wgrad"),
     "fp8-amax-history-len": (1, "precision.fp8.amax_history_len"),
     "fp8-amax-compute-algo": (1, "precision.fp8.amax_history_len"),
     "fp8-param-gather": (0, "precision.fp8.param_gather"),

@@ -100,7 +100,9 @@ def _precision(given: Arguments, values: Values) -> None:
         values["precision.fp8.format"] = fp8
         values["precision.fp8.recipe"] = given.value("fp8-recipe") or "delayed"
         values["precision.fp8.param_gather"] = given.has("fp8-param-gather")
+        values["precision.fp8.wgrad"] = not given.has("no-fp8-wgrad")
         if values["precision.fp8.recipe"] == "delayed":
+            values["precision.fp8.margin"] = given.integer("fp8-margin", 0)
             values["precision.fp8.amax_history_len"] = _amax_history(given)
         if given.has("first-last-layers-bf16"):
             values["precision.fp8.first_layers_bf16"] = given.integer("num-layers-at-start-in-bf16", 1)

@@ -118,7 +118,7 @@ IGNORED: dict[str, str] = {
         cuda-graph-* enable-cuda-graph external-cuda-graph optimizer-cuda-graph no-cuda-graph-*
     """,
     "storage of FP8 scales": """
-        fp8-margin fp8-interval tp-only-amax-red no-fp8-wgrad
+        fp8-interval tp-only-amax-red
     """,
     "each experimental feature has its own key": "enable-experimental test-mode",
     "weight decay is decoupled, as in AdamW": "decoupled-weight-decay",

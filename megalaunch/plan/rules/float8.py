@@ -18,9 +18,9 @@ _BLACKWELL = ("b200", "gb200")
 register_inert(
     InertSetting(
         "fp8.idle",
-        "precision.fp8 is set only with compute_dtype=fp8.",
+        "precision.fp8 and precision.emulate are set only with compute_dtype=fp8.",
         "precision.compute_dtype=fp8 enables it.",
-        ("precision.fp8.",),
+        ("precision.fp8.", "precision.emulate"),
         "precision.compute_dtype",
         lambda spec: spec.precision.compute_dtype == "fp8",
         "precision.compute_dtype is not fp8",
@@ -29,9 +29,9 @@ register_inert(
 register_inert(
     InertSetting(
         "fp8.history_idle",
-        "amax_history_len is set only for the delayed recipe.",
+        "amax_history_len and margin are set only for the delayed recipe.",
         "Other recipes scale by the current values.",
-        ("precision.fp8.amax_history_len",),
+        ("precision.fp8.amax_history_len", "precision.fp8.margin"),
         "precision.fp8.recipe",
         lambda spec: spec.precision.compute_dtype != "fp8" or spec.precision.fp8.recipe == "delayed",
         "precision.fp8.recipe is not delayed",
@@ -63,22 +63,40 @@ def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: 
     )
 
 
-@rule("fp8.chip", "The chip supports fp8 matmuls.")
+@rule("fp8.chip", "The chip supports fp8 matmuls, or precision.emulate is on.")
 def chip(at: RuleContext) -> Iterator[Violation]:
-    """Hopper and MI300 were the first that do."""
-    facts = CHIPS.get(at.spec.platform.chip)
-    if at.spec.precision.compute_dtype != "fp8" or facts is None or "fp8" in facts.peak_flops:
+    """Hopper and MI300 were the first that do; elsewhere emulation computes the same numbers, slowly."""
+    facts, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
+    if precision.compute_dtype != "fp8" or precision.emulate or facts is None or "fp8" in facts.peak_flops:
         return
-    if facts.peak_flops:
-        yield Violation(
-            "precision.compute_dtype", f"{facts.name} has no fp8 units", fixes=({"precision.compute_dtype": "bf16"},)
-        )
-    elif facts.device == "cpu":
+    if facts.peak_flops or facts.device == "cpu":
+        formats = ", ".join(facts.peak_flops) or "fp32 and bf16"
         yield Violation(
             "precision.compute_dtype",
-            "a CPU has no fp8 units and only emulates them, slowly",
-            fixes=({"precision.compute_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
-            severity="warning",
+            f"{facts.name} has no fp8 units: it computes in {formats}",
+            fixes=({"precision.emulate": True}, {"precision.compute_dtype": "bf16"}),
+        )
+
+
+@rule("fp8.experts", "Mixtures of experts are not trained in fp8.")
+def experts(at: RuleContext) -> Iterator[Violation]:
+    """Their grouped matmuls have no fp8 form in the engine yet; they can be planned."""
+    if at.purpose == "train" and _alignment(at) and at.spec.model.moe.num_experts:
+        yield Violation(
+            "precision.compute_dtype",
+            "the engine of this version has no fp8 matmuls for experts",
+            fixes=({"precision.compute_dtype": "bf16"},),
+        )
+
+
+@rule("fp8.tp_comm_overlap", "parallel.tp_comm_overlap is off with fp8.")
+def tp_comm_overlap(at: RuleContext) -> Iterator[Violation]:
+    """A ring multiplies one shard of the sequence at a time, before it knows the amax of the others."""
+    if _alignment(at) and at.spec.parallel.tp_comm_overlap:
+        yield Violation(
+            "parallel.tp_comm_overlap",
+            "tp_comm_overlap has no fp8 matmuls",
+            fixes=({"parallel.tp_comm_overlap": False}, {"precision.compute_dtype": "bf16"}),
         )
 
 
@@ -87,7 +105,7 @@ def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
     """Its tensor cores read one scale per 32 values; other chips have no such instruction."""
     facts = CHIPS.get(at.spec.platform.chip)
     known = facts is not None and "fp8" in facts.peak_flops
-    if _alignment(at) == 32 and known and at.spec.platform.chip not in _BLACKWELL:
+    if _alignment(at) == 32 and known and not at.spec.precision.emulate and at.spec.platform.chip not in _BLACKWELL:
         yield Violation(
             "precision.fp8.recipe",
             f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), but the chip is {at.spec.platform.chip}",

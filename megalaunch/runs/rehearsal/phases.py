@@ -24,7 +24,7 @@ Train = Callable[[RunSpec, RunDirectory, PhaseLine], tuple[Outcome, list[str]]]
 """Runs a spec in a directory, showing its progress; returns the outcome, and the report of a failure."""
 _PROMPT = "the "
 _NEW_TOKENS = 12
-_SAME = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}
+_SAME = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2, "fp8": 5e-2}
 """Relative difference of losses and gradient norms that another order of sums may make in four steps."""
 _DROPOUT_SAME = 0.3  # of gradient norms, where another layout drops other activations
 

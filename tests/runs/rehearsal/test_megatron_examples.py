@@ -48,11 +48,11 @@ def recipe(name, tmp_path):
     return f"recipe={tmp_path / name}.yaml"
 
 
-def test_fp8_is_refused_by_name(name, recipe):
+def test_the_gather_of_fp8_parameters_is_refused_by_name(name, recipe):
     spec, composition = resolved(recipe)
     findings = check(spec, composition.origins, "train")
     refused = {finding.path for finding in findings if finding.rule == "engine.unsupported"}
-    assert refused == ({"precision.compute_dtype"} if name == "llama3" else set())
+    assert refused == ({"precision.fp8.param_gather"} if name == "llama3" else set())
 
 
 @pytest.mark.slow

@@ -116,7 +116,15 @@ PRECISION = {
     ),
     "fp8.chip": Case(
         "platform=a100_80gb cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16",
-        "platform=h200 cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16",
+        "platform=a100_80gb cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16"
+        " precision.emulate=true",
+    ),
+    "fp8.experts": Case(
+        "precision.compute_dtype=fp8", "precision.compute_dtype=bf16",
+        ("recipe=mixtral_tiny", "data.mock=true", *H100, "batch.global_batch_size=16"), "train",
+    ),
+    "fp8.tp_comm_overlap": Case(
+        "parallel.tp_comm_overlap=true", "parallel.tp_comm_overlap=false", (*TINY, *FP8, "parallel=tp2sp")
     ),
     "fp8.mxfp8_chip": Case("platform=h200", "platform=b200", (*TINY, *ANY_GPUS, *WIDE)),
     "fp8.library_chip": Case(

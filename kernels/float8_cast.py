@@ -1,0 +1,85 @@
+"""Casts to fp8 with one scale per block of a matrix, and back: amax, scale, saturating cast.
+
+Formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning): e4m3 reaches 448 and has no infinity,
+e5m2 reaches 57,344. A block is (rows, columns); 0 stands for all of them: (0, 0) is the whole matrix, (1, 0) a row,
+(1, 128) a part of a row. Blocks at the ends may be smaller.
+Shapes: R rows, K columns (the dimension that a matmul sums over), r and k blocks along them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Block = tuple[int, int]
+
+_LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal fp32 number, which a GPU does not flush to 0
+
+
+@dataclass(frozen=True)
+class Float8Matrix:
+    """An fp8 matrix [R, K] with its scales, fp32 [r, k]: x is about values / scale."""
+
+    values: Tensor
+    scales: Tensor
+    block: Block
+
+    @classmethod
+    def quantize(cls, x_RK: Tensor, scales_rk: Tensor, block: Block, dtype: torch.dtype) -> Float8Matrix:
+        """Cast x * scale to the nearest fp8 value, ties to even; larger values saturate, NaN stays NaN."""
+        largest = torch.finfo(dtype).max
+        # Clamped explicitly: whether a cast saturates depends on device and format.
+        scaled = (_blocks(x_RK.float(), block) * scales_rk[:, None, :, None]).clamp_(-largest, largest)
+        return cls(_matrix(scaled, x_RK.shape).to(dtype), scales_rk, block)
+
+    def dequantize(self) -> Tensor:
+        """Return values / scale in fp32, [R, K]."""
+        blocks = _blocks(self.values.float(), self.block)
+        return _matrix(blocks * self.scales.reciprocal()[:, None, :, None], self.values.shape)
+
+
+def block_amax(x_RK: Tensor, block: Block) -> Tensor:
+    """Return the largest absolute value of each block, fp32 [r, k]; NaN if a block holds one."""
+    if block == (0, 0):
+        return x_RK.abs().amax().float().view(1, 1)
+    return _blocks(x_RK.abs(), block).amax(dim=(1, 3)).float()
+
+
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """Return largest / (amax 2^margin), by which `amax` becomes the format's largest value; 1 where amax is 0.
+
+    An amax that is infinite or NaN gives a scale of 0 or NaN: the products are NaN, so that the step reports it.
+    """
+    scale = (torch.finfo(dtype).max / (amax * 2.0**margin)).clamp(max=_LARGEST_SCALE)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest power of two by which no value exceeds the format, as the exponents of MXFP8 (e8m0) are.
+
+    The rounding is NVIDIA's (2^ceil(log2(amax / largest)) is the inverse): with the floor of the OCP MX specification,
+    section 6.3, values would saturate.
+    """
+    mantissa, exponent = torch.frexp(amax / torch.finfo(dtype).max)
+    exponent = (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-126, 127)
+    scale = torch.ldexp(torch.ones_like(amax), -exponent)
+    return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
+
+
+def _blocks(x_RK: Tensor, block: Block) -> Tensor:
+    """View a matrix by blocks, [r, rows, k, columns], padded with zeros to whole blocks."""
+    rows, columns = x_RK.shape
+    height, width = block[0] or rows, block[1] or columns
+    if rows % height or columns % width:
+        x_RK = F.pad(x_RK, (0, -columns % width, 0, -rows % height))
+    return x_RK.reshape(x_RK.shape[0] // height, height, x_RK.shape[1] // width, width)
+
+
+def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """Return the matrix of `_blocks`, without padding."""
+    whole = blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)
+    return whole[: shape[0], : shape[1]].contiguous()

@@ -1,0 +1,116 @@
+"""fp8 linear layers: the same scales, and so the same numbers, under every layout; exact resume of delayed scaling.
+
+Both sides compute what is not fp8 in fp32, so that they differ by the order of sums alone, until a sum moves a value
+across the border of two fp8 numbers: a step of e4m3 is up to 2^-3 of a value, of e5m2 2^-2. Few values are so close to
+a border; their effect on a gradient is small beside its largest value.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+from oracle import joined_stages, on_ranks, small_spec
+from resumed_run import loaded, saved_and_gone_on
+from slow_cases import slow_but
+
+from megalaunch.engine.precision import policy
+from megalaunch.engine.precision.amax_history import AmaxHistories
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2, "cp_comm_type": ("p2p",)},
+    "dp2 zero3": {"dp": 2, "data_sharding": "optim_grads_params"},
+    "pp2 zero bubble": {"pp": 2, "schedule": "zero_bubble"},
+    "dp2 pp2 vpp2": {"dp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved"},
+    "tp2 cp2 sp": {"tp": 2, "cp": 2, "sequence_parallel": True},
+}
+
+
+def float8_spec(layout: dict[str, Any], recipe: str, **values: Any) -> Any:
+    sizes = {f"parallel__{key}": value for key, value in layout.items()}
+    precision = {"precision__compute_dtype": "fp8", "precision__emulate": True, "precision__fp8": {"recipe": recipe}}
+    width = {"model__hidden_size": 32, "model__ffn_hidden_size": 64, "model__num_attention_heads": 4}
+    heads = {"model__head_dim": 8, "model__num_layers": 4, "batch__micro_batch_size": 1, "parallel__dp": 1}
+    return small_spec(**{**precision, **width, **heads, **sizes, **values})
+
+
+def _train(spec: Any, every_stage: bool) -> Any:
+    policy._FORMATS["fp8"] = torch.float32  # in this forked process: all but the fp8 matmuls
+    return on_ranks(spec, every_stage)
+
+
+def run(spec: Any) -> Any:
+    return joined_stages(run_ranks(spec.cluster.devices_per_node, _train, spec, True))
+
+
+@pytest.fixture(scope="module", params=("tensorwise", "delayed"))
+def one_rank(request: pytest.FixtureRequest) -> Any:
+    """The recipe, and the numbers of one rank."""
+    return request.param, run(float8_spec({}, request.param))
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 cp2 sp", "pp2 zero bubble"))
+def test_layouts_agree(layout, one_rank):
+    recipe, expected = one_rank
+    found = run(float8_spec(LAYOUTS[layout], recipe))
+    differences = [
+        float((found.gradients[name] - gradient).abs().max() / gradient.abs().max())
+        for name, gradient in expected.gradients.items()
+    ]
+    assert median(differences) < 1e-5
+    assert max(differences) < 0.03
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def test_recomputation_casts_again_to_the_same_numbers(one_rank):
+    recipe, expected = one_rank
+    values = {"recompute__granularity": "full", "recompute__method": "uniform", "recompute__num_layers": 1}
+    found = run(float8_spec({}, recipe, **values))
+    assert found.losses == expected.losses
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=0)
+
+
+def test_fp8_rounds_and_leaves_layers_in_bf16_alone(one_rank):
+    recipe, expected = one_rank
+    whole = run(float8_spec({}, recipe, precision__compute_dtype="fp32"))
+    off = [float((g - whole.gradients[n]).norm() / whole.gradients[n].norm()) for n, g in expected.gradients.items()]
+    assert 0.005 < median(off) < 0.2, "fp8 has 3 or 2 bits of mantissa"
+    spec = float8_spec({}, recipe, precision__fp8={"recipe": recipe, "first_layers_bf16": 2, "last_layers_bf16": 2})
+    assert run(spec).losses == whole.losses
+
+
+def _trained_on(spec: Any, root: Any) -> Any:
+    policy._FORMATS["fp8"] = torch.float32
+    return saved_and_gone_on(spec, root, False)
+
+
+@pytest.mark.parametrize("layout", slow_but(["one rank", "tp2 sp"], "tp2 sp"))
+def test_delayed_scales_resume(layout, tmp_path):
+    """The amax histories are in the checkpoint: a resumed run goes on to the bit, under another layout as nearly."""
+    one = float8_spec({}, "delayed")
+    (through,) = run_ranks(1, _trained_on, one, tmp_path)
+    (checkpoint,) = tmp_path.rglob("step_00000002")
+    spec = one if layout == "one rank" else float8_spec(LAYOUTS[layout], "delayed")
+    resumed = run_ranks(spec.cluster.devices_per_node, _resumed, spec, checkpoint)[0]
+    tolerance = 0.0 if layout == "one rank" else 1e-4
+    assert resumed.losses == pytest.approx(through.losses, rel=tolerance, abs=0)
+
+
+def _resumed(spec: Any, checkpoint: Any) -> Any:
+    policy._FORMATS["fp8"] = torch.float32
+    return loaded(spec, checkpoint)
+
+
+def test_a_run_that_loses_its_histories_goes_on_with_other_numbers(tmp_path, monkeypatch):
+    """What the test above would not notice otherwise."""
+    one = float8_spec({}, "delayed", optimizer__lr=0.02)
+    (through,) = run_ranks(1, _trained_on, one, tmp_path)
+    (checkpoint,) = tmp_path.rglob("step_00000002")
+    monkeypatch.setattr(AmaxHistories, "restored", lambda histories: None)
+    assert run_ranks(1, _resumed, one, checkpoint)[0].losses != through.losses
