@@ -32,6 +32,7 @@ BESIDE = {
     "parallel.cp": {"parallel.cp": 2},
     "parallel.ep": EP,
     "recompute.method": {"recompute.method": "uniform"},
+    "precision.fp8.recipe": {"precision.compute_dtype": "fp8"},
 }
 
 

@@ -43,6 +43,7 @@ SIZES = {
     *("train.steps", "train.exit_at_step", "train.validation_interval", "train.loss_chunks", "train.compile"),
     *("train.sample_prompt", "train.sample_tokens", "data.num_samples", "data.validation_tokens"),
     *("tokenizer.vocab_size", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"),
+    "precision.emulate",
     "precision.loss_scale.initial",
     *("checkpoint.load_pretrained", "logging.log_interval", "launcher.max_restarts", "launcher.hang_timeout"),
     *("logging.profile", "logging.profile_ranks"),

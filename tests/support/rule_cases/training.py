@@ -124,7 +124,9 @@ PRECISION = {
         ("recipe=mixtral_tiny", "data.mock=true", *H100, "batch.global_batch_size=16"), "train",
     ),
     "fp8.tp_comm_overlap": Case(
-        "parallel.tp_comm_overlap=true", "parallel.tp_comm_overlap=false", (*TINY, *FP8, "parallel=tp2sp")
+        "parallel.tp_comm_overlap=true",
+        "parallel.tp_comm_overlap=false",
+        (*TINY, *FP8, "parallel=tp2sp", "model.head_dim=32"),
     ),
     "fp8.mxfp8_chip": Case("platform=h200", "platform=b200", (*TINY, *ANY_GPUS, *WIDE)),
     "fp8.library_chip": Case(
