@@ -89,6 +89,17 @@ def experts(at: RuleContext) -> Iterator[Violation]:
         )
 
 
+@rule("fp8.compile", "train.compile is off with fp8.")
+def compiled(at: RuleContext) -> Iterator[Violation]:
+    """torch.compile does not trace the engine's casts to fp8 yet."""
+    if at.purpose == "train" and _alignment(at) and at.spec.train.compile:
+        yield Violation(
+            "train.compile",
+            "the engine of this version cannot compile fp8 matmuls",
+            fixes=({"train.compile": False}, {"precision.compute_dtype": "bf16"}),
+        )
+
+
 @rule("fp8.tp_comm_overlap", "parallel.tp_comm_overlap is off with fp8.")
 def tp_comm_overlap(at: RuleContext) -> Iterator[Violation]:
     """A ring multiplies one shard of the sequence at a time, before it knows the amax of the others."""

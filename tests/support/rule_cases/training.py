@@ -123,6 +123,9 @@ PRECISION = {
         "precision.compute_dtype=fp8", "precision.compute_dtype=bf16",
         ("recipe=mixtral_tiny", "data.mock=true", *H100, "batch.global_batch_size=16"), "train",
     ),
+    "fp8.compile": Case(
+        "train.compile=true", "train.compile=false", ("recipe=tiny", "data.mock=true", *FP8), "train"
+    ),
     "fp8.tp_comm_overlap": Case(
         "parallel.tp_comm_overlap=true",
         "parallel.tp_comm_overlap=false",
