@@ -90,6 +90,7 @@ class Buffer:
             return self._exchange(x[tokens], sent, received), None, None, None, None, event
         assert num_tokens_per_rank is not None
         assert topk_weights.dtype == torch.float32
+        assert topk_idx[topk_weights == 0].eq(-1).all(), "a dropped pair is sent"
         received_counts = self._exchange(num_tokens_per_rank.long(), [1] * self.group_size, [1] * self.group_size)
         sent, received = num_tokens_per_rank.tolist(), received_counts.tolist()
         tokens = torch.cat([is_token_in_rank[:, rank].nonzero()[:, 0] for rank in range(self.group_size)])
