@@ -46,7 +46,7 @@ def build_report(
 
     import megalaunch
     from megalaunch.plan.attention_backends import serving_backends
-    from megalaunch.plan.supported import CHIP_LIMIT, LIMITS
+    from megalaunch.plan.supported import LIMITS
     from megalaunch.platform.operators import implementations
 
     chip = machine.chip
@@ -76,11 +76,8 @@ def build_report(
             {"operator": row.operator, "implementation": row.implementation} for row in implementations(chip.device)
         ],
         "attention_backends": list(serving_backends(chip.device)),
-        "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
-        "engine": [
-            {"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning}
-            for limit in (*LIMITS, CHIP_LIMIT)
-        ],
+        "problems": [*_platform_problem(machine), *_package_problems(packages), *_device_problems(machine, packages)],
+        "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning} for limit in LIMITS],
     }
 
 
@@ -100,6 +97,13 @@ def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
             }
         )
     return problems
+
+
+def _platform_problem(machine: Machine) -> list[dict[str, str]]:
+    """Return the problem of the platform that the environment asks for."""
+    if machine.problem is None:
+        return []
+    return [{"problem": machine.problem, "needed_for": "training on that platform", "fix": "install it, or unset it"}]
 
 
 def _device_problems(machine: Machine, packages: list[PackageState]) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalaunch.platform.chips import CHIPS, DeviceKind
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend, ModelSpec
 
@@ -18,7 +18,7 @@ DENSE_MASK_TOKENS = 2048
 """Samples of up to so many tokens have a dense mask: one kernel then takes less time than many small blocks. In longer
 samples only the blocks of queries and keys that see each other are multiplied."""
 
-_TORCH_DEVICES: tuple[DeviceKind, ...] = ("cpu", "cuda")
+_TORCH_DEVICES: tuple[str, ...] = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BackendFacts:
     """
 
     meaning: str
-    devices: tuple[DeviceKind, ...] = ("cuda",)
+    devices: tuple[str, ...] = ("cuda",)
     gpu_16_bits_only: bool = False
     head_sizes: tuple[int, int | None] = (1, None)
     masks: str = "any"
@@ -90,12 +90,12 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
 """The backends by name; `auto` selects among kernels by device, dtype and mask, and computes everything."""
 
 
-def serving_backends(device: DeviceKind) -> tuple[AttentionBackend, ...]:
+def serving_backends(device: str) -> tuple[AttentionBackend, ...]:
     """Return the backends that run on a device type, auto first."""
     return ("auto", *(name for name, facts in BACKENDS.items() if device in facts.devices and not facts.missing))
 
 
-def device_of(spec: RunSpec) -> DeviceKind | None:
+def device_of(spec: RunSpec) -> str | None:
     """Return the device type of the spec's chip; None: unknown."""
     chip = CHIPS.get(spec.platform.chip)
     return None if chip is None else chip.device

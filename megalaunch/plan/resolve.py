@@ -15,8 +15,10 @@ from megalaunch.plan.findings import Finding
 from megalaunch.plan.memory.fit import memory_share
 from megalaunch.plan.stages import virtual_stages
 from megalaunch.plan.world import data_parallel_size, exact_quotient, world_size
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chips import CHIPS, UNDETECTED, ChipFacts
 from megalaunch.platform.detect import Machine
+from megalaunch.platform.plugins import find_platform
+from megalaunch.platform.selection import missing_package
 from megalaunch.schema import RunSpec
 from megalaunch.schema.data import HOW_TO_NAME_DATA, named_sources
 from megalaunch.schema.paths import with_value
@@ -111,8 +113,16 @@ def chip_facts(spec: RunSpec, machine: Machine) -> ChipFacts | None:
 def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
     """Return errors if this machine cannot be a node of a resolved spec; checked right before a launch."""
     chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
-    if chip != machine.chip.name and chip != "cpu":
+    facts = CHIPS.get(chip)
+    if machine.problem is not None and chip == machine.chip.name:
+        message = f"{machine.problem}; select a platform that this machine has (platform=cpu)"
+        return [Finding("platform.this_machine", "error", "platform.chip", message)]
+    unnamed = facts is not None and machine.chip.name == facts.device and facts.device in UNDETECTED
+    if chip != machine.chip.name and chip != "cpu" and not unnamed:
+        platform = None if facts is None else find_platform(facts.device)
+        missing = None if platform is None else missing_package(platform)
         message = f"the run is for {chip}, but this machine has {_describe(machine)}"
+        message += f", and {missing}" if missing else ""
         return [Finding("platform.this_machine", "error", "platform.chip", message)]
     if chip != "cpu" and isinstance(wanted, int) and wanted > machine.devices:
         numbers = {"devices_per_node": wanted, "devices": machine.devices}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.plan.findings import as_override
-from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 from megalaunch.schema.paths import value_at
 
@@ -48,18 +47,9 @@ LIMITS = (
 )
 
 
-ENGINE_DEVICES = ("cpu", "cuda")
-CHIP_LIMIT = Limit(
-    "platform.chip",
-    ("auto", *(name for name, chip in CHIPS.items() if chip.device in ENGINE_DEVICES)),
-    "chips that the engine does not support",
-)
-"""The limit on devices; not in LIMITS, whose entries a test on one machine can verify against the engine."""
-
-
 def deciding_limit(path: str) -> Limit | None:
     """Return the limit on a key; None: all of its values are supported."""
-    return next((limit for limit in (*LIMITS, CHIP_LIMIT) if limit.path == path), None)
+    return next((limit for limit in LIMITS if limit.path == path), None)
 
 
 def not_trained(spec: RunSpec) -> tuple[str, ...]:
@@ -71,8 +61,6 @@ def not_trained(spec: RunSpec) -> tuple[str, ...]:
 
 def unsupported(spec: RunSpec) -> Iterator[tuple[Limit, Any]]:
     """Yield every limit that the spec exceeds, with its value."""
-    for limit in (*LIMITS, CHIP_LIMIT):
-        if limit is CHIP_LIMIT and spec.platform.chip not in CHIPS:
-            continue  # the rule platform.chip reports it
+    for limit in LIMITS:
         if not limit.allows(spec):
             yield limit, value_at(spec, limit.path)

@@ -5,12 +5,12 @@ Readable on any machine, so that a laptop can plan for a cluster. A chip without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-DeviceKind = Literal["cpu", "cuda", "musa", "txda"]
+from megalaunch.platform.platforms import PLATFORMS
+from megalaunch.platform.plugins import plugins
 
 _MIB = 2**20
 _TERA = 1e12
@@ -37,7 +37,7 @@ class ChipFacts:
     """
 
     name: str
-    device: DeviceKind
+    device: str
     memory_bytes: int | None
     peak_flops: Mapping[str, float]
     communication: str
@@ -67,20 +67,20 @@ class _Moves:
 
 def _chip(
     name: str,
-    device: DeviceKind,
+    device: str,
     memory_mib: int | None,
     peaks: Mapping[str, float],
     native_bf16: str | None,
     moves: _Moves = _Moves(),
 ) -> ChipFacts:
-    communication, variable = _SOFTWARE.get(name, _SOFTWARE[device])
+    platform = PLATFORMS[device]
     return ChipFacts(
         name=name,
         device=device,
         memory_bytes=None if memory_mib is None else memory_mib * _MIB,
         peak_flops=peaks,
-        communication=communication,
-        visible_devices_variable=variable,
+        communication=platform.process_group_backend,
+        visible_devices_variable=_VARIABLES.get(name, platform.visible_devices_variable),
         native_bf16=native_bf16,
         memory_bandwidth=_bytes(moves.memory),
         link_bandwidth=_bytes(moves.link),
@@ -94,14 +94,12 @@ def _bytes(giga: float | None) -> float | None:
     return None if giga is None else giga * _GIGA
 
 
-# Communication library, and the variable that hides devices. torch's ROCm build calls AMD's chips cuda and RCCL nccl.
-_SOFTWARE: Mapping[str, tuple[str, str | None]] = {
-    "cpu": ("gloo", None),
-    "cuda": ("nccl", "CUDA_VISIBLE_DEVICES"),
-    "mi300x": ("nccl", "HIP_VISIBLE_DEVICES"),
-    "musa": ("mccl", "MUSA_VISIBLE_DEVICES"),
-}
+# Where it is not that of the platform: torch's ROCm build calls AMD's chips cuda.
+_VARIABLES = {"mi300x": "HIP_VISIBLE_DEVICES"}
 _TENSOR_CORES = "tensor cores"
+
+UNDETECTED = frozenset({"musa", "txda", "npu"})
+"""Device types of which a machine shows only how many it has: a run for any chip of the type may start there."""
 
 # Memory is the amount that the vendor's driver tool reports for one device; without such a report, the data sheet's
 # figure. Peaks are dense: data sheets headline the doubled figure "with sparsity". fp8 is absent where the chip has
@@ -111,6 +109,10 @@ _ROWS = (
     _chip("cpu", "cpu", None, _peaks(), None),
     # Any NVIDIA GPU without a row of its own; detection fills in memory and bf16 support.
     _chip("cuda", "cuda", None, _peaks(), None),
+    # Devices whose model is not detected: name the chip to plan with its figures.
+    _chip("musa", "musa", None, _peaks(), None),
+    _chip("txda", "txda", None, _peaks(), None),
+    _chip("npu", "npu", None, _peaks(), None),
     # NVIDIA A100 data sheet (SXM): 1,555 and 2,039 GB/s; NVLink 3, 600 GB/s both ways; DGX A100: 200 Gb/s a GPU.
     _chip(
         "a100_40gb",
@@ -208,5 +210,25 @@ _ROWS = (
     _chip("mtt_s5000", "musa", 80 * 1024, _peaks(fp8=1000), _TENSOR_CORES, _Moves(1600, 392, None, 8)),
 )
 
-CHIPS: Mapping[str, ChipFacts] = MappingProxyType({row.name: row for row in _ROWS})
-"""All chips by their `platform.chip` name."""
+
+class _Chips(Mapping[str, ChipFacts]):
+    """The table, and behind it the chips of other packages, which are looked for when a name is not in it."""
+
+    def __init__(self) -> None:
+        self._own = {row.name: row for row in _ROWS}
+
+    def __getitem__(self, name: str) -> ChipFacts:
+        return self._own[name] if name in self._own else self._added()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._own, **self._added()})
+
+    def __len__(self) -> int:
+        return len({**self._own, **self._added()})
+
+    def _added(self) -> dict[str, ChipFacts]:
+        return {chip.name: chip for plugin in plugins() for chip in plugin.chips}
+
+
+CHIPS: Mapping[str, ChipFacts] = _Chips()
+"""All chips by their `platform.chip` name, those of other packages included (`plugins.py`)."""

@@ -12,7 +12,10 @@ from megalaunch.plan.findings import Finding
 from megalaunch.plan.report import finding_block, findings_text
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.world import model_parallel_size, smallest_world, world_size
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
+from megalaunch.platform.plugins import find_platform
+from megalaunch.platform.selection import missing_package
 from megalaunch.schema import RunSpec
 
 if TYPE_CHECKING:
@@ -32,14 +35,23 @@ def refusal_text(findings: Sequence[Finding], composition: Composition, spec: Ru
     needed = (elsewhere or spec).cluster
     # As typed here, the command would take the devices of this machine.
     cluster = f" cluster.nodes={needed.nodes} cluster.devices_per_node={needed.devices_per_node}" if elsewhere else ""
+    lacking = f"this run needs {needed_devices(elsewhere or spec)}; this machine has {present_devices(machine)}"
+    package = _missing_package(spec)
     lines = [
-        f"error: this run needs {needed_devices(elsewhere or spec)}; this machine has {present_devices(machine)}",
+        f"error: {machine.problem or lacking}",
+        *([f"  missing: {package}"] if package and machine.problem is None else []),
         f"  rehearse it here with small sizes:         {command} --rehearse",
         f"  prepare it for a machine with its devices: {command}{cluster} --prepare-only",
         f"  why:  megalaunch explain {MISSING}",
     ]
     others = [finding for finding in shown if finding.rule not in _ALSO_SAID]
     return "\n\n".join(["\n".join(lines), *map(finding_block, others)])
+
+
+def _missing_package(spec: RunSpec) -> str | None:
+    chip = CHIPS.get(spec.platform.chip)
+    platform = None if chip is None else find_platform(chip.device)
+    return None if platform is None else missing_package(platform)
 
 
 def run_elsewhere(composition: Composition, spec: RunSpec, machine: Machine) -> RunSpec | None:

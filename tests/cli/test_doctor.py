@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megalaunch.cli.doctor import build_report, report_text
-from megalaunch.plan.supported import CHIP_LIMIT, LIMITS
+from megalaunch.plan.supported import LIMITS
 from megalaunch.platform import packages as packages_module
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
@@ -37,7 +37,7 @@ def test_the_command_here():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["problems"] == []
-    assert {row["key"] for row in report["engine"]} == {limit.path for limit in (*LIMITS, CHIP_LIMIT)}
+    assert {row["key"] for row in report["engine"]} == {limit.path for limit in LIMITS}
     text = report_text(report)
     assert all(limit.path in text for limit in LIMITS)
     assert {row["name"] for row in report["optional"]} == {entry.name for entry in OPTIONAL if not entry.only_gpu}
