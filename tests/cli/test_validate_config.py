@@ -201,7 +201,6 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
             ("recipe=tiny", "optimizer.optimizer_offload_fraction=0.5", "platform=h100", "cluster.devices_per_node=2"),
             "optimizer.optimizer_offload_fraction=0.5",
         ),
-        (("recipe=tiny", "platform=mtt_s5000", "cluster.devices_per_node=2"), "platform.chip=mtt_s5000"),
     ],
 )
 def test_what_the_engine_does_not_train_yet_is_said(overrides, beyond):
