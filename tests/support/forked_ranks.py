@@ -81,6 +81,16 @@ def run_ranks_fixture() -> Callable[..., list[Any]]:
     return run_ranks
 
 
+@pytest.fixture(autouse=True)
+def forget_compiled_functions() -> Iterator[None]:
+    """Forget what a test compiled in this process: forked ranks of later tests would compile for its shapes."""
+    yield
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None and utils.counters:
+        sys.modules["torch._dynamo"].reset()
+        utils.counters.clear()
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Here and on forked ranks, what `torch.empty` and its like give holds NaN, so that a read of it shows."""

@@ -9,8 +9,11 @@ import torch
 from family_variants import VOCABULARY, make
 from tiny_run import tiny_decoder, tiny_tokenizer
 
+from megalaunch.engine.inference import load_model
 from megalaunch.engine.inference.load_model import open_model
 from megalaunch.engine.inference.loglikelihood import LogLikelihood, loglikelihoods
+from megalaunch.engine.platform.platform import Platform
+from megalaunch.platform.platforms import PLATFORMS
 
 LONGEST = 12
 
@@ -86,8 +89,10 @@ def test_they_are_those_of_transformers(family: str, tmp_path: Path):
         check(dict(loglikelihoods(model, pairs, 4, LONGEST)), lambda tokens: theirs(tokens).logits, pairs)
 
 
-def test_a_folder_opens_on_other_devices_than_a_cpu(tmp_path: Path):
+def test_a_folder_opens_on_other_devices_than_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+    accelerator = Platform(PLATFORMS["cuda"])
+    monkeypatch.setattr(load_model, "platform_of", lambda device: accelerator)
     make("llama 1", tmp_path / "hf")
     tiny_tokenizer(tmp_path)[1].rename(tmp_path / "hf" / "tokenizer.json")
     decoder = open_model(tmp_path / "hf", device=torch.device("meta")).decoder
