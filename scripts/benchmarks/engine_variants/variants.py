@@ -204,6 +204,7 @@ VARIANTS: dict[str, Callable[[Work], OneStep]] = {
         work, dp=2, data_sharding="optim_grads_params", overlap_param_gather=False, overlap_grad_reduce=False
     ),
     "FSDP2 dp2": fsdp2,
+    "ours ep2": lambda work: ours(replace(work, samples=work.samples // 2), dp=2, ep=2),
     "beside the matmuls": region,
     "waited for": lambda work: region(work, waits=True),
     "in rings": lambda work: region(work, rings=True),
