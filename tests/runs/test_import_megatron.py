@@ -202,6 +202,7 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "parallel.dp_replicate", 2),
         ("--fp16", "precision.loss_scale.initial", 2.0**32),
         ("--bf16 --grad-reduce-in-bf16", "precision.grad_reduce_dtype", "bf16"),
+        ("--bf16 --main-params-dtype bf16", "precision.main_params_dtype", "bf16"),
         ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "precision.exp_avg_dtype", "bf16"),
         ("--recompute-activations", "recompute.modules", ("attention",)),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "recompute.method", "block"),

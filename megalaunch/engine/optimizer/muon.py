@@ -42,12 +42,11 @@ class Muon:
 
     def apply(self, update: Update) -> None:
         """Update parameters and momentum; gradients are overwritten with the directions D. Collective."""
-        decay_weights(update.shards(), update)
         self._to_directions(update)
         for matrices in _by_axes(update):
             ranks = matrices[0].num_ranks
             for start in range(0, len(matrices), ranks):
-                self._update(matrices[start : start + ranks], update.learning_rate)
+                self._update(matrices[start : start + ranks], update)
 
     def _to_directions(self, update: Update) -> None:
         """Update the momentum; replace each gradient by its direction."""
@@ -60,12 +59,19 @@ class Muon:
             else:
                 gradient.copy_(buffer)
 
-    def _update(self, matrices: Sequence[ShardedMatrix], learning_rate: float) -> None:
-        """Orthogonalize the directions of one batch, each on the rank that gets it, and update the weights."""
+    def _update(self, matrices: Sequence[ShardedMatrix], update: Update) -> None:
+        """Orthogonalize the directions of one batch, each on the rank that gets it, and update the weights.
+
+        A weight in bf16 is decayed and moved in fp32, and rounded once.
+        """
         whole = gather_matrices(matrices, self._dtype)
         whole = [orthogonalize(matrix, self._spec.muon_num_ns_steps) for matrix in whole]
         for matrix, shard in zip(matrices, scatter_matrices(whole, matrices, self._dtype), strict=True):
-            matrix.weight.add_(shard, alpha=-learning_rate * self._scale(*matrix.shape))
+            weight = matrix.weight.float()
+            decay_weights([weight], update)
+            weight.add_(shard, alpha=-update.learning_rate * self._scale(*matrix.shape))
+            if weight is not matrix.weight:
+                matrix.weight.copy_(weight)
 
     def _scale(self, rows: int, columns: int) -> float:
         """Return the factor of the learning rate for a matrix [rows, columns]."""

@@ -2,6 +2,7 @@
 
 With weight w, gradient g, learning rate lr and weight decay wd. The decay is decoupled: w is multiplied by 1 - lr * wd
 before the update. Gradients arrive multiplied by a divisor, by which the rule divides them: clipping costs no pass.
+Whatever the dtypes of weights, gradients and states, an update is computed in fp32 and rounded once, to the nearest.
 
 AdamW: torch's fused kernel. Its states are exp_avg, exp_avg_sq and the number of updates.
 SGD:   b = momentum * b + g;  w -= lr * b, or with Nesterov momentum lr * (g + momentum * b)
@@ -10,8 +11,8 @@ Lion:  w -= lr * sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,9 +21,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megalaunch.engine.dtensor import to_local_no_grad
+from megalaunch.plan.memory.model_states import UPDATE_PIECE
 from megalaunch.schema.optimizer import OptimizerSpec
-
-_PIECE = 1 << 22  # numbers of a tensor in bf16 that are updated at once: 16 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,30 @@ class Update:
         return [to_local_no_grad(gradient) for gradient in self.gradients]
 
 
+def apply_in_fp32(apply: Callable[[Update], None], update: Update) -> None:
+    """Apply an elementwise update whose parameters, gradients and states may be in bf16, as if all were in fp32.
+
+    Tensors in bf16 are copied to fp32 in pieces, so that the copies stay small, and rounded back after each piece.
+    Every piece starts from the number of updates before this one.
+    """
+    tensors = (*update.parameters, *update.gradients, *(one for s in update.states for one in s.tensors.values()))
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        apply(update)
+        return
+    for parameter, gradient, state in zip(update.parameters, update.gradients, update.states, strict=True):
+        stored = [to_local_no_grad(tensor).view(-1) for tensor in (parameter, *state.tensors.values())]
+        of_gradient = to_local_no_grad(gradient).flatten()
+        count = state.updates.clone()
+        for pieces in zip(*(torch.split(tensor, UPDATE_PIECE) for tensor in (of_gradient, *stored)), strict=True):
+            wide = [piece.float() for piece in pieces]
+            states = ParameterState(dict(zip(state.tensors, wide[2:], strict=True)), state.updates.copy_(count))
+            apply(replace(update, parameters=[wide[1]], gradients=[wide[0]], states=[states]))
+            for piece, updated in zip(pieces[1:], wide[1:], strict=True):
+                if updated is not piece:
+                    piece.copy_(updated)
+            del wide, states, updated  # freed before the next piece is copied
+
+
 class UpdateRule(Protocol):
     """How parameters are updated, in place; `state_names` are the tensors that it keeps for each parameter."""
 
@@ -74,7 +98,7 @@ class AdamW:
     """Torch's fused AdamW on local shards.
 
     Called with DTensors, torch derives the sharding of every tensor of the fused update anew in each process: seconds
-    in the first step. Tensors in bf16 are updated in fp32 and rounded once, in pieces, so that the copies stay small.
+    in the first step.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -84,31 +108,17 @@ class AdamW:
 
     def apply(self, update: Update) -> None:
         """Update parameters and moments, and count the update."""
-        stored = (update.shards(), update.gradient_shards(), update.shards("exp_avg"), update.shards("exp_avg_sq"))
-        counts = [state.updates for state in update.states]
-        if all(tensor.dtype == torch.float32 for tensors in stored for tensor in tensors):
-            self._update(stored, counts, update)
-            return
-        for parameter, gradient, exp_avg, exp_avg_sq, count in zip(*stored, counts, strict=True):
-            before = count.clone()
-            flat = (parameter.view(-1), gradient.flatten(), exp_avg.view(-1), exp_avg_sq.view(-1))
-            for pieces in zip(*(torch.split(tensor, _PIECE) for tensor in flat), strict=True):
-                wide = [piece.float() for piece in pieces]
-                self._update([[piece] for piece in wide], [count.copy_(before)], update)
-                for piece, updated in zip(pieces, wide, strict=True):
-                    if updated is not piece:
-                        piece.copy_(updated)
+        apply_in_fp32(self._update, update)
 
-    def _update(self, fp32: Sequence[list[Tensor]], counts: list[Tensor], update: Update) -> None:
-        """Call the fused kernel on parameters, gradients and both moments."""
-        parameters, gradients, exp_avgs, exp_avg_sqs = fp32
+    def _update(self, update: Update) -> None:
+        """Call the fused kernel."""
         adamw(
-            parameters,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
+            update.shards(),
+            update.gradient_shards(),
+            update.shards("exp_avg"),
+            update.shards("exp_avg_sq"),
             [],
-            counts,
+            [state.updates for state in update.states],
             fused=True,
             grad_scale=update.scale,
             amsgrad=False,
@@ -134,6 +144,10 @@ class SGD:
 
     def apply(self, update: Update) -> None:
         """Update parameters and momentum."""
+        apply_in_fp32(self._update, update)
+
+    def _update(self, update: Update) -> None:
+        """Call the fused kernel."""
         parameters = update.shards()
         decay_weights(parameters, update)
         momentum: list[Tensor | None] = [None] * len(parameters)
@@ -164,6 +178,9 @@ class Lion:
 
     def apply(self, update: Update) -> None:
         """Update parameters and moments."""
+        apply_in_fp32(self._update, update)
+
+    def _update(self, update: Update) -> None:
         parameters = update.shards()
         decay_weights(parameters, update)
         for weight, gradient, moment in zip(

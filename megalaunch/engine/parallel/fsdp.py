@@ -74,8 +74,8 @@ def apply_fsdp(
 ) -> None:
     """Apply `fully_shard` to every layer, every MTP depth and the rest of the model, in place.
 
-    On one rank too, for one code path. In a mesh of one rank with fp32 compute FSDP2 ignores all parameters: it would
-    copy weights and gradients within the rank, which took a tenth of a small step.
+    On one rank too, for one code path. In a mesh of one rank FSDP2 ignores parameters that have the dtype of the compute
+    already: it would copy weights and gradients within the rank, which took a tenth of a small step.
 
     Args:
         model: a decoder, after tensor parallelism, activation checkpointing and compilation.
@@ -103,7 +103,7 @@ def apply_fsdp(
 def _shard_unit(unit: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
     """Apply `fully_shard` to a module: routed experts over edp, everything else over dp and cp."""
     experts = expert_params(unit)
-    computes_with_shards = precision.param_dtype == torch.float32
+    computes_with_shards = all(_computes_with(parameter, precision) for parameter in unit.parameters())
     ignored: set[nn.Parameter] = set()
     if computes_with_shards and mesh.fsdp_mesh.size() == 1:
         ignored |= set(unit.parameters()) - experts.keys()
@@ -125,6 +125,12 @@ def _shard_unit(unit: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, *,
         ignored_params=ignored or None,
         shard_placement_fn=place if experts else None,
     )
+
+
+def _computes_with(parameter: nn.Parameter, precision: MixedPrecisionPolicy) -> bool:
+    """Return whether a parameter and its gradient need no copy in another dtype: fp32 accumulates bf16 gradients."""
+    dtype = parameter.dtype
+    return precision.param_dtype == dtype and dtype in (torch.float32, precision.reduce_dtype)
 
 
 def _expert_placement(shape: Sequence[int], shards: int) -> Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
@@ -38,7 +38,7 @@ from megalaunch.engine.parallel.fsdp import apply_fsdp
 from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
-from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, mixed_precision_policy
+from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, main_params_dtype, mixed_precision_policy
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
@@ -104,6 +104,7 @@ def parallelize_decoder(
         with torch.device("meta"):
             part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision), dispatcher, balancing)
         prune_to_stage(part, stage)
+        _set_dtype(part, main_params_dtype(spec.precision))
         shard_model_params(part, mesh.world_mesh["tp"])
         shard_expert_params(part, mesh.expert_shards_mesh)
         apply_recompute(part, spec.recompute, observer)
@@ -115,6 +116,12 @@ def parallelize_decoder(
         apply_fsdp(part, mesh, spec.parallel, precision, reduce)
         parts.append(part)
     return ModelParts(*parts, copy_ranks=embedding_copy_ranks(spec))
+
+
+def _set_dtype(part: nn.Module, dtype: torch.dtype) -> None:
+    """Set the dtype of the parameters of a model on meta; that of buffers, such as expert biases, does not change."""
+    for parameter in part.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def materialize(model: ModelParts, mesh: Mesh) -> None:

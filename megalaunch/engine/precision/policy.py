@@ -1,4 +1,4 @@
-"""The dtypes of a step: compute in fp32, bf16 or fp16, with fp32 master weights (main params) either way.
+"""The dtypes of a step: compute in fp32, bf16 or fp16, with main params (master weights) in fp32 or bf16.
 
 With fp8 linear layers all else computes in bf16; `precision/float8.py` has their matmuls.
 """
@@ -39,6 +39,11 @@ def grad_reduce_dtype(precision: PrecisionSpec) -> torch.dtype:
 def moment_dtype(precision: PrecisionSpec) -> torch.dtype:
     """Return the dtype of the optimizer's moments."""
     return _FORMATS[precision.exp_avg_dtype]
+
+
+def main_params_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Return the dtype of the sharded parameters that the optimizer updates."""
+    return _FORMATS[precision.main_params_dtype]
 
 
 def mixed_precision_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:

@@ -183,6 +183,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "accumulate-allreduce-grads-in-fp32": (0, "precision.grad_reduce_dtype precision.grad_dtype"),
     "grad-reduce-in-bf16": (0, "precision.grad_reduce_dtype precision.grad_dtype"),
     "main-grads-dtype": (1, "precision.grad_dtype"),
+    "main-params-dtype": (1, "precision.main_params_dtype"),
     "exp-avg-dtype": (1, "precision.exp_avg_dtype"),
     "exp-avg-sq-dtype": (1, "precision.exp_avg_dtype"),
     "fp32-residual-connection": (0, "precision.residual_dtype"),

@@ -116,6 +116,11 @@ def _precision(given: Arguments, values: Values) -> None:
     values["precision.grad_reduce_dtype"] = values["precision.grad_dtype"] = "bf16" if low else "fp32"
     if given.has("main-grads-dtype"):
         values["precision.grad_dtype"] = given.value("main-grads-dtype")
+    main_params = given.value("main-params-dtype")
+    if main_params == "fp16":
+        given.mark_unsupported("main-params-dtype", "main params in fp16, scaled tensor by tensor, are not supported")
+    elif main_params:
+        values["precision.main_params_dtype"] = main_params
     moments = {given.value("exp-avg-dtype") or "fp32", given.value("exp-avg-sq-dtype") or "fp32"}
     if moments == {"bf16"}:
         values["precision.exp_avg_dtype"] = "bf16"

@@ -73,7 +73,7 @@ IGNORED: dict[str, str] = {
         init-model-with-meta-device
         pipeline-model-parallel-comm-backend batch-p2p-* use-ring-exchange-p2p enable-gloo-process-groups
         use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-*
-        reuse-grad-buf-for-mxfp8-param-ag main-params-dtype clone-scatter-* no-clone-* moe-dispatch-* moe-combine-*
+        reuse-grad-buf-for-mxfp8-param-ag clone-scatter-* no-clone-* moe-dispatch-* moe-combine-*
     """,
     "memory management and garbage collection: affects speed only": """
         manual-gc manual-gc-* no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level

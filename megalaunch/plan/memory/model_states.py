@@ -15,6 +15,8 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.optimizer import OptimizerSpec
 
 _BYTES = {"fp32": 4, "bf16": 2}
+UPDATE_PIECE = 1 << 22
+"""Numbers of a tensor in bf16 that the optimizer updates at once, in fp32: 16 MiB."""
 GATHERED_LAYERS = 2
 """Layers gathered at once by optim_grads_params: the one that computes, and the next one, prefetched."""
 
@@ -40,6 +42,7 @@ class ModelStates:
             accumulation, where `layer` has them.
         microbatch_end: at the end of the backward of a microbatch that is not the last.
         step_end: at the end of the last one, when gradients of embedding and head are reduced.
+        update: during the update of tensors in bf16, which is computed in fp32; None if it needs no copies.
     """
 
     optimizer: float
@@ -49,6 +52,7 @@ class ModelStates:
     last_layer: MemoryPhase | None
     microbatch_end: MemoryPhase | None
     step_end: MemoryPhase
+    update: MemoryPhase | None = None
 
 
 def model_states(
@@ -65,12 +69,13 @@ def model_states(
     layer_bytes = states_per_parameter(spec.optimizer) * moment_bytes
     root_bytes = root_states_per_parameter(spec.optimizer) * moment_bytes
     root_extra = (root_bytes - layer_bytes) * updated_root
-    if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_main_params(spec):
-        optimizer = layer_bytes * (params.dense + params.experts - params.copies) + root_extra
-        return _single_rank(spec, params, topology, optimizer, in_flight)
     if profile.sharded_main_params:
         optimizer = layer_bytes * (sharded_params - params.copies / shards) + root_extra
-        return _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
+        if topology.dp * topology.cp == 1 and _computes_in_place(spec):
+            states = _single_rank(spec, params, topology, optimizer, in_flight)
+        else:
+            states = _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
+        return replace(states, update=_update(spec, params, sharded_params, shards))
     if not _computes_with_main_params(spec):
         layer_bytes += main_param_bytes(spec) * on_device
     optimizer = layer_bytes * sharded_params + root_extra
@@ -100,6 +105,13 @@ def main_param_bytes(spec: RunSpec) -> int:
 def _computes_with_main_params(spec: RunSpec) -> bool:
     """Return whether main parameters have the compute dtype, so that no copies are needed."""
     return spec.precision.compute_dtype == spec.precision.main_params_dtype
+
+
+def _computes_in_place(spec: RunSpec) -> bool:
+    """Return whether the engine computes with main parameters, and accumulates gradients, without copies of either."""
+    precision = spec.precision
+    width = dtype_bytes(precision.compute_dtype)
+    return main_param_bytes(spec) == width and (width == _BYTES["fp32"] or precision.grad_dtype == "bf16")
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,17 @@ def _fsdp(
     )
 
 
+def _update(spec: RunSpec, params: DeviceParams, sharded_params: float, shards: int) -> MemoryPhase | None:
+    """Return the phase of the update: the largest matrix needs copies in fp32 of what is in bf16, piece by piece."""
+    main = main_param_bytes(spec)
+    copies = 2 * (main < _BYTES["fp32"])  # weights and gradients
+    copies += states_per_parameter(spec.optimizer) * (spec.precision.exp_avg_dtype != "fp32")
+    if not copies:
+        return None
+    piece = min(UPDATE_PIECE, max(params.head, params.layer) / shards)
+    return MemoryPhase(main * sharded_params, main * sharded_params, copies * _BYTES["fp32"] * piece)
+
+
 def _fsdp_microbatch_end(
     topology: Topology,
     params: DeviceParams,
@@ -214,27 +237,37 @@ def _fsdp_step_end(
     all_reduces = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
     copies = 2 if all_reduces or separate_buffers else 1
     if topology.pp > 1:  # embedding and head are reduced first, while all layers' gradients are still full
-        reduction = _grad_reduce_buffer(per_param.grad, per_param, shards, copies, accumulate=False)
-        reducing = params.root * max(per_param.grad, reduction + per_param.main / shards - per_param.grad)
+        reduction = _grad_reduce_buffer(per_param.grad, per_param, shards, copies, accumulate=False, replicated=True)
+        result = max(per_param.main, per_param.reduced) / shards
+        reducing = params.root * max(per_param.grad, reduction + result - per_param.grad)
         weights = main_params + per_param.compute * (all_params - params.root)
         return MemoryPhase(weights, per_param.grad * all_params, reducing)
     accumulates = topology.microbatches > 1
     source = per_param.grad if accumulates and full_grads else per_param.compute
     accumulate = accumulates and not full_grads
-    reducing = params.root * _grad_reduce_buffer(source, per_param, shards, copies, accumulate=accumulate)
-    if (topology.dp_replicate > 1 or all_reduces) and per_param.reduced != per_param.main:
+    replicated = topology.dp_replicate > 1 or all_reduces
+    buffer = _grad_reduce_buffer(source, per_param, shards, copies, accumulate=accumulate, replicated=replicated)
+    reducing = params.root * buffer
+    if replicated and per_param.reduced != per_param.main:
         reducing += per_param.reduced * sharded_params  # the replicas' all-reduce keeps its buffers until the end
     return MemoryPhase(main_params, main_params, reducing)
 
 
-def _grad_reduce_buffer(source: int, per_param: _ParamBytes, shards: int, copies: int, *, accumulate: bool) -> float:
+def _grad_reduce_buffer(
+    source: int, per_param: _ParamBytes, shards: int, copies: int, *, accumulate: bool, replicated: bool = False
+) -> float:
     """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result.
 
     Gradients are first converted from `source` bytes, then reduced with `copies` buffers allocated: two if all ranks
-    are replicas or if received shards have a separate buffer; then, with `accumulate`, accumulated.
+    are replicas or if received shards have a separate buffer; then, if main parameters have another dtype, converted
+    to it; then, with `accumulate`, accumulated. Of `replicated` shards the result in the dtype of the reduction is kept
+    for the all-reduce, and counted elsewhere.
     """
     converting = source + per_param.reduced - (0.0 if accumulate else per_param.main / shards)
     reducing = per_param.reduced * copies + (per_param.reduced / shards if accumulate else 0.0)
+    if per_param.main < per_param.reduced and not replicated:
+        result = per_param.main if accumulate else 0
+        reducing = per_param.reduced * copies + (per_param.reduced + result) / shards
     return max(converting, reducing)
 
 
@@ -244,7 +277,7 @@ def _single_rank(
     """One data-parallel rank that computes with the main parameters; gradients are not copied."""
     all_params, accumulates = params.dense + params.experts, topology.microbatches > 1
     main_bytes = main_param_bytes(spec)
-    gradient = max(main_bytes, _BYTES[spec.precision.grad_dtype])
+    gradient = main_bytes
     weights, all_grads = main_bytes * all_params, gradient * all_params
     earlier_grads = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
     grads_in_forward = all_grads if earlier_grads else 0.0

@@ -20,6 +20,7 @@ from megalaunch.schema import RunSpec
 LOSS, LAYER, GRAD_REDUCE = "backward of the loss", "backward of a layer", "gradient reduction of a layer"
 LAST_LAYER, MICROBATCH_END = "backward of the last layer", "end of a microbatch"
 STEP_END = "last gradient reduction"
+UPDATE = "optimizer's update"
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ def _peak_candidates(
     if states.microbatch_end is not None:
         yield at(MICROBATCH_END, states.microbatch_end, saved.all * (1 - 1 / saved.num_microbatches))
     yield at(STEP_END, states.step_end, 0.0)
+    if states.update is not None:
+        yield at(UPDATE, states.update, 0.0)
 
 
 def _deferred_head(spec: RunSpec, topology: Topology, profile: MemoryProfile) -> float:

@@ -45,15 +45,34 @@ register_inert(
 
 @rule("precision.main_params_narrower", "main_params_dtype is not narrower than compute_dtype.")
 def main_params_narrower(at: RuleContext) -> Iterator[Violation]:
-    """fp32 copies of bf16 weights have no more precision than these."""
+    """Copies of bf16 weights in a dtype with more digits have no more precision than these."""
     precision = at.spec.precision
-    if precision.compute_dtype == "fp32" and precision.main_params_dtype != "fp32":
+    if precision.compute_dtype in ("fp32", "fp16") and precision.main_params_dtype != "fp32":
         yield Violation(
             "precision.main_params_dtype",
-            f"compute_dtype is fp32, but main_params_dtype is {precision.main_params_dtype}",
+            f"compute_dtype is {precision.compute_dtype}, but main_params_dtype is {precision.main_params_dtype}",
             fixes=({"precision.main_params_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
+
+
+@rule("precision.main_params_rounding", "With main_params_dtype=bf16 lr is at least 2^-9 of the usual weight.")
+def main_params_rounding(at: RuleContext) -> Iterator[Violation]:
+    """AdamW and Lion change a weight by about lr. bf16 rounds to the nearest of 8 bits: less than 2^-9 of the weight is
+    lost in every step, not accumulated.
+    """
+    optimizer, usual = at.spec.optimizer, at.spec.model.init_std
+    if at.spec.precision.main_params_dtype == "bf16" and optimizer.name in ("adamw", "lion"):
+        least = usual * 2**-9
+        if 0 < optimizer.lr < least:
+            yield Violation(
+                "precision.main_params_dtype",
+                f"with lr {optimizer.lr:g} a step changes a weight of usual size {usual:g} by less than half of what "
+                f"bf16 resolves, {least:.2g}: weights stop changing",
+                {"lr": optimizer.lr, "init_std": usual, "least": least},
+                ({"precision.main_params_dtype": "fp32"}, {"optimizer.lr": 3e-4}),
+                severity="warning",
+            )
 
 
 @rule("precision.scale_limits", "loss_scale.initial is at least loss_scale.minimum.")
@@ -116,12 +135,16 @@ def grad_narrower(at: RuleContext) -> Iterator[Violation]:
 def grad_rounding(at: RuleContext) -> Iterator[Violation]:
     """bf16 has 8 bits of precision: from about 256 equal terms on, one more changes nothing."""
     precision, count = at.spec.precision, at.microbatches
-    if precision.compute_dtype != "fp32" and precision.grad_dtype == "bf16" and count is not None and count > 64:
+    if precision.compute_dtype == "fp32" or count is None or count <= 64:
+        return
+    is_sharded = at.spec.parallel.data_sharding in ("optim_grads", "optim_grads_params") and at.spec.parallel.pp == 1
+    key = "precision.main_params_dtype" if is_sharded else "precision.grad_dtype"
+    if (precision.main_params_dtype if is_sharded else precision.grad_dtype) == "bf16":
         yield Violation(
-            "precision.grad_dtype",
+            key,
             f"gradients of {count} microbatches are accumulated in bf16, whose 8 bits round the last ones away",
             {"microbatches": count},
-            ({"precision.grad_dtype": "fp32"},),
+            ({key: "fp32"},),
             severity="warning",
         )
 

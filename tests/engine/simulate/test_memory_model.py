@@ -19,6 +19,7 @@ from megalaunch.plan.memory.rank import (
     LOSS,
     MICROBATCH_END,
     STEP_END,
+    UPDATE,
     Memory,
     memory_by_rank,
 )
@@ -48,6 +49,7 @@ CAPPED = "model.final_logit_softcapping=30"
 SELECTIVE = "recompute=selective"
 MATH = "model.attention_backend=math"
 SINKS = "model.attention_sinks=true"
+MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 PACKED = "data.reset_attention_mask=true"
 
 
@@ -139,6 +141,15 @@ CASES = [
     Case("zero1", 4, (16, 1, 64), MICROBATCH_END, ("precision.grad_dtype=bf16",)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS, "precision.grad_dtype=bf16")),
     Case("pp3", 3, (12, 1, 128), MICROBATCH_END, ("precision.grad_dtype=bf16",)),
+    Case("dp", 1, (1, 1, 256), UPDATE, (MAIN_IN_BF16, "precision.grad_dtype=bf16")),
+    Case("dp", 1, (1, 1, 256), STEP_END, (MAIN_IN_BF16, "optimizer=muon")),
+    Case("dp", 1, (8, 4, 2048), LOSS, (MAIN_IN_BF16,)),
+    Case("zero0", 4, (8, 1, 64), STEP_END, (MAIN_IN_BF16,)),
+    Case("zero1", 4, (16, 1, 64), MICROBATCH_END, (MAIN_IN_BF16,)),
+    Case("zero2", 4, (16, 2, 128), GRAD_REDUCE, (FEW_WORDS, MAIN_IN_BF16)),
+    Case("zero3", 8, (32, 2, 1024), LAYER, (FEW_WORDS, MAIN_IN_BF16)),
+    Case("zero3hsdp2", 4, (16, 2, 256), STEP_END, (MAIN_IN_BF16,)),
+    Case("pp3", 3, (12, 1, 128), STEP_END, (MAIN_IN_BF16,)),
     Case("zero1", 8, (8, 1, 256), GRAD_REDUCE, (FEW_WORDS,)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,)),
     Case("zero3", 8, (32, 2, 1024), LAYER, (FEW_WORDS,)),

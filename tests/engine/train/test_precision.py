@@ -25,6 +25,8 @@ from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
+from megalaunch.schema.optimizer import OptimizerSpec
+from megalaunch.schema.precision import PrecisionSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -176,9 +178,83 @@ def test_an_update_in_pieces_is_that_of_the_whole(monkeypatch):
     """Every piece starts from the same number of updates."""
     spec = small_spec(precision__exp_avg_dtype="bf16")
     whole = run_ranks(1, _updated, spec)[0]
-    monkeypatch.setattr(update_rules, "_PIECE", 64)
+    monkeypatch.setattr(update_rules, "UPDATE_PIECE", 64)
     pieces = run_ranks(1, _updated, spec)[0]
     assert all((pieces[name] == value).all() for name, value in whole.items())
+
+
+RULES = {
+    "adamw": {},
+    "sgd": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    "lion": {"name": "lion"},
+    "muon": {"name": "muon", "momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_update_of_weights_in_bf16_is_that_in_fp32_rounded_once(name, monkeypatch):
+    """With decay, clipping and a second update; the moments stay in fp32."""
+    monkeypatch.setattr(update_rules, "UPDATE_PIECE", 5)
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 6).bfloat16(), [torch.randn(4, 6).bfloat16() for _ in range(2)]
+    spec = OptimizerSpec(weight_decay=0.5, **RULES[name])
+    narrow, wide = (torch.nn.Module(), torch.nn.Module())
+    for module, dtype in ((narrow, torch.bfloat16), (wide, torch.float32)):
+        module.weight = torch.nn.Parameter(start.to(dtype))
+    # fp32 compute: the directions of muon are orthogonalized in fp32
+    optimizers = [Optimizer(module, spec, PrecisionSpec(compute_dtype="fp32")) for module in (narrow, wide)]
+    for gradient in gradients:
+        for module, optimizer in zip((narrow, wide), optimizers, strict=True):
+            module.weight.grad = gradient.to(module.weight.dtype)
+            optimizer.step(0.01, divisor=2.0)
+        if name != "muon":  # whose direction is rounded to the dtype of the gradients too
+            assert torch.equal(narrow.weight, wide.weight.bfloat16())
+        torch.testing.assert_close(narrow.weight.float(), wide.weight, rtol=2**-7, atol=2e-4)
+        with torch.no_grad():
+            wide.weight.copy_(narrow.weight)
+        for mine, other in zip(*(optimizer.states().values() for optimizer in optimizers), strict=True):
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, other, rtol=2**-7 if name == "muon" else 1e-6, atol=0)
+
+
+WHOLLY_BF16 = {"precision__compute_dtype": "bf16", "precision__main_params_dtype": "bf16"}
+
+
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_weights_and_gradients_without_fp32(grad_dtype):
+    """One rank with gradients in bf16 computes with the weights themselves; in fp32 gradients accumulate as without."""
+    found = run_ranks(1, _formats, small_spec(**WHOLLY_BF16, precision__grad_dtype=grad_dtype))[0]
+    bf16 = {"torch.bfloat16"}
+    assert [found[part] for part in ("compute", "weights", "gradients", "moments")] == [bf16] * 3 + [{"torch.float32"}]
+
+
+MAIN_IN_BF16 = {
+    "zero0": {"parallel__dp": 2, "parallel__data_sharding": "no_shard"},
+    "zero2": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads"},
+    "zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params"},
+    "tp2": {"parallel__tp": 2},
+    "pp2": {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 2},
+    "ep2": {"parallel__dp": 2, "parallel__ep": 2, "model__num_layers": 2, "model__moe": {"num_experts": 4, "top_k": 2}},
+}
+
+
+@pytest.mark.parametrize("layout", slow_but(MAIN_IN_BF16, "zero3", "tp2"))
+def test_main_params_in_bf16_are_those_of_every_layout(layout):
+    """Gradients are computed in fp32 here, so that layouts agree but where a sum falls on the border of a rounding."""
+    values = {"precision__main_params_dtype": "bf16", "batch__micro_batch_size": 4, **MAIN_IN_BF16[layout]}
+    alone = {name: value for name, value in values.items() if not name.startswith("parallel")}
+    one = run_ranks(1, _updated, small_spec(**alone, batch__global_batch_size=8))[0]
+    spec = small_spec(**values, batch__global_batch_size=8)
+    joined: dict[str, np.ndarray] = {}
+    for rank in run_ranks(spec.cluster.devices_per_node, _updated, spec):
+        joined |= rank
+    unequal = 0
+    for name in filter(lambda name: name.startswith("model."), joined):
+        value = one[name]
+        difference = np.abs(joined[name][: len(value)] - value)
+        assert (difference <= 2**-7 * np.abs(value) + 1e-6).all(), name
+        unequal += int((difference > 0).sum())
+    assert unequal < 0.02 * sum(value.size for name, value in one.items() if name.startswith("model."))
 
 
 @pytest.mark.parametrize("layout", [{"parallel__dp": 2}, {"parallel__tp": 2}])

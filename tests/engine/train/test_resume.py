@@ -59,6 +59,8 @@ def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
     if precision == "bf16":
         layout = with_values(layout, {"model.hidden_dropout": 0.2, "model.attention_dropout": 0.1})
         layout = with_values(layout, {"precision.exp_avg_dtype": "bf16", "precision.grad_dtype": "bf16"})
+    if strategy == "optim_grads_params":
+        layout = with_values(layout, {"precision.main_params_dtype": "bf16"})
     assert run(layout, tmp_path / "whole") == "finished all 10 steps"
     assert "after step 4 of 10 as asked" in run(with_values(layout, {"train.exit_at_step": 4}), tmp_path / "parts")
     run(layout, tmp_path / "parts")

@@ -85,6 +85,11 @@ PRECISION = {
     "precision.main_params_narrower": Case(
         "precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"
     ),
+    "precision.main_params_rounding": Case(
+        "precision.main_params_dtype=bf16 optimizer.lr=1e-5 schedule.min_lr=0",
+        "precision.main_params_dtype=bf16 optimizer.lr=1e-4 schedule.min_lr=0",
+        (*TINY, "precision.compute_dtype=bf16"),
+    ),
     "precision.scale_limits": Case(
         "precision.loss_scale.initial=2 precision.loss_scale.minimum=4",
         "precision.loss_scale.initial=4 precision.loss_scale.minimum=4",
