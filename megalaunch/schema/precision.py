@@ -59,7 +59,8 @@ class PrecisionSpec:
     grad_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of gradient accumulation.")
     exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of the optimizer's moments.")
     main_params_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "Dtype of the main params (master weights) that the optimizer updates; bf16: no fp32 copy, rounded updates."
+        "fp32",
+        "Dtype of the main params (master weights) that the optimizer updates; bf16: no fp32 copy, rounded updates.",
     )
     residual_dtype: Literal["compute", "fp32"] = setting("compute", "Dtype of the residual stream.")
     fp8: Float8Spec = field(default_factory=Float8Spec)

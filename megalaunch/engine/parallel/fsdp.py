@@ -74,7 +74,7 @@ def apply_fsdp(
 ) -> None:
     """Apply `fully_shard` to every layer, every MTP depth and the rest of the model, in place.
 
-    On one rank too, for one code path. In a mesh of one rank FSDP2 ignores parameters that have the dtype of the compute
+    On one rank too, for one code path. In a mesh of one rank FSDP2 ignores parameters that have the dtype of compute
     already: it would copy weights and gradients within the rank, which took a tenth of a small step.
 
     Args:
