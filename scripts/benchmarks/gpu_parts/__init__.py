@@ -1,0 +1,1 @@
+"""The parts of `scripts/bench gpu`: ceilings of the card, kernels, training steps, checks."""

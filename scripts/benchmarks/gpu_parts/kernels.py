@@ -1,0 +1,308 @@
+"""Each kernel, forward and backward, in several forms: the reference, ours, torch.compile of the reference, Liger's.
+
+`ours` is what the dispatch of kernels/ selects on this device. A form that raises is reported and costs no other form.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu_parts.setting import Setting
+from gpu_parts.timing import median_seconds, relative_error
+from megalaunch.engine.model.rope import RopeCache, apply_rope
+from megalaunch.engine.precision.float8 import Float8Matmuls
+from megalaunch.kernels.causal_attention import causal_sdpa
+from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
+from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
+from megalaunch.kernels.linear_matmuls import linear_by
+from megalaunch.kernels.permute import permute, sort_by_expert, unpermute
+from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
+from megalaunch.kernels.swiglu import swiglu, swiglu_reference
+from megalaunch.kernels.tensor_norms import per_tensor_norms
+from megalaunch.schema.precision import Float8Spec
+
+Form = Callable[..., Tensor | Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes: those of Llama-3.2-1B and of Qwen3's experts, or tiny ones."""
+
+    tokens: int = 16384
+    hidden: int = 2048
+    ffn: int = 8192
+    vocabulary: int = 128256
+    sequence: int = 8192
+    heads: int = 32
+    groups: int = 8
+    experts: int = 128
+    choices: int = 8
+    expert_ffn: int = 768
+    tensors: int = 64
+    tensor: int = 1 << 22
+
+
+SMALL = Sizes(64, 64, 128, 512, 64, 4, 2, 4, 2, 32, 3, 1 << 10)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel on given inputs; a step of training reads and writes `bytes` at least, and computes `flops`.
+
+    `backward` is False where there is none. `fp8`: the flops are those of fp8 matmuls.
+    """
+
+    inputs: tuple[Tensor, ...]
+    forms: dict[str, Form]
+    bytes: float = 0.0
+    flops: float = 0.0
+    backward: bool = True
+    fp8: bool = False
+
+
+def _liger() -> Any:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    import liger_kernel.transformers.functional as liger
+
+    return liger
+
+
+class _Inputs:
+    """Random leaves on the device."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.sizes = setting, SMALL if setting.small else Sizes()
+        self._generator = torch.Generator(setting.device).manual_seed(0)
+
+    def randn(self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+        made = torch.randn(*size, device=self.setting.device, generator=self._generator) * scale
+        return made.to(dtype).requires_grad_()
+
+    def compiled(self, forms: dict[str, Form], reference: Form) -> dict[str, Form]:
+        """The forms, with the compiled reference if torch.compile is used."""
+        return {**forms, "torch.compile": torch.compile(reference)} if self.setting.compile else forms
+
+
+def _rms_norm(at: _Inputs) -> Kernel:
+    s = at.sizes
+    x, weight = at.randn(s.tokens, s.hidden), at.randn(s.hidden)
+    forms: dict[str, Form] = {
+        "reference": lambda x, w: rms_norm_reference(x, w, 1e-5),
+        "ours": lambda x, w: rms_norm(x, w, 1e-5),
+    }
+    if (liger := _liger()) is not None:
+        forms["liger"] = lambda x, w: liger.liger_rms_norm(x, w, 1e-5)
+    return Kernel((x, weight), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
+
+
+def _layer_norm(at: _Inputs) -> Kernel:
+    s = at.sizes
+    x, weight, bias = at.randn(s.tokens, s.hidden), at.randn(s.hidden), at.randn(s.hidden)
+
+    def reference(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(x, w.shape, w, b)
+
+    forms: dict[str, Form] = {"reference": reference}
+    if (liger := _liger()) is not None:
+        forms["liger"] = lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5)
+    return Kernel((x, weight, bias), at.compiled(forms, reference), bytes=5 * x.nbytes)
+
+
+def _swiglu(at: _Inputs) -> Kernel:
+    s = at.sizes
+    gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
+    forms: dict[str, Form] = {"reference": swiglu_reference, "ours": swiglu}
+    if (liger := _liger()) is not None:
+        forms["liger"] = liger.liger_swiglu
+    return Kernel((gate, up), at.compiled(forms, swiglu_reference), bytes=8 * gate.nbytes)
+
+
+def _rope(at: _Inputs) -> Kernel:
+    s = at.sizes
+    q, k = at.randn(2, s.heads, s.tokens // 2, 64), at.randn(2, s.groups, s.tokens // 2, 64)
+    angles = torch.rand(s.tokens // 2, 32, device=q.device).repeat(1, 2)
+    cache = RopeCache(angles.cos().to(q.dtype), angles.sin().to(q.dtype))
+
+    def reference(q: Tensor, k: Tensor) -> list[Tensor]:
+        def half(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return torch.cat((-second, first), dim=-1)
+
+        return [x * cache.cos + half(x) * cache.sin for x in (q, k)]
+
+    forms: dict[str, Form] = {
+        "reference": reference,
+        "ours": lambda q, k: [apply_rope(q, cache), apply_rope(k, cache)],
+    }
+    if (liger := _liger()) is not None:
+        forms["liger"] = lambda q, k: liger.liger_rope(q, k, cache.cos[None], cache.sin[None])
+    return Kernel((q, k), at.compiled(forms, reference), bytes=4 * (q.nbytes + k.nbytes))
+
+
+def _attention(width: int) -> Callable[[_Inputs], Kernel]:
+    def build(at: _Inputs) -> Kernel:
+        s = at.sizes
+        q = at.randn(1, s.heads, s.sequence, width)
+        k, v = at.randn(1, s.groups, s.sequence, width), at.randn(1, s.groups, s.sequence, width)
+
+        def by(backend: SDPBackend) -> Form:
+            def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+            return call
+
+        forms: dict[str, Form] = {"flash": by(SDPBackend.FLASH_ATTENTION)}
+        if at.setting.device == "cuda":
+            forms["cudnn"] = by(SDPBackend.CUDNN_ATTENTION)
+            mask = make_flex_mask(lambda b, h, i, j: i >= j, None, s.sequence, s.sequence, q.device)
+            forms["flex"] = lambda q, k, v: flex_operator(q)(q, k, v, block_mask=mask, enable_gqa=True)
+        forms["ours"] = lambda q, k, v: causal_sdpa(q, k, v, None)
+        return Kernel((q, k, v), forms, flops=3.5 * 2 * s.sequence**2 * s.heads * width)
+
+    return build
+
+
+def _grouped_linear(at: _Inputs) -> Kernel:
+    s = at.sizes
+    rows = s.tokens * s.choices // 2
+    x, weight = at.randn(rows, s.hidden), at.randn(s.experts, s.expert_ffn, s.hidden, scale=0.02)
+    offsets = torch.arange(1, s.experts + 1, device=x.device, dtype=torch.int32) * (rows // s.experts)
+    forms: dict[str, Form] = {
+        "reference": lambda x, w: grouped_linear_reference(x, w, offsets),
+        "ours": lambda x, w: grouped_linear(x, w, offsets),
+    }
+    return Kernel((x, weight), forms, flops=6 * rows * s.hidden * s.expert_ffn)
+
+
+def _permute(at: _Inputs) -> Kernel:
+    s = at.sizes
+    tokens = s.tokens // 2
+    x, weights = at.randn(tokens, s.hidden), at.randn(tokens, s.choices, dtype=torch.float32)
+    ids = torch.rand(tokens, s.experts, device=x.device).argsort(1)[:, : s.choices]
+    permutation, _ = sort_by_expert(ids, s.experts)
+
+    def reference(x: Tensor, weights: Tensor) -> Tensor:
+        rows = x[permutation.pairs_R // s.choices]
+        return (rows[permutation.rows_Tk] * weights[..., None]).sum(1).to(x.dtype)
+
+    forms: dict[str, Form] = {
+        "reference": reference,
+        "ours": lambda x, weights: unpermute(permute(x, permutation), permutation, weights),
+    }
+    # forward: x read k times, rows written, read again, the sum written; backward: the same and the rows once more
+    moved = (s.choices * 3 + 1 + s.choices * 4 + 1) * x.nbytes
+    return Kernel((x, weights), at.compiled(forms, reference), bytes=moved)
+
+
+def _float8_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
+    def build(at: _Inputs) -> Kernel:
+        s = at.sizes
+        x, weight = at.randn(s.tokens, 2 * s.hidden), at.randn(7 * s.hidden, 2 * s.hidden, scale=0.02)
+        emulate = at.setting.device != "cuda"
+        matmuls = Float8Matmuls(Float8Spec(recipe=recipe), emulate, lambda operand, amax: amax, None)  # type: ignore[arg-type]
+
+        def ours(x: Tensor, w: Tensor) -> Tensor:
+            return linear_by(matmuls, x, w)
+
+        forms: dict[str, Form] = {"bf16": F.linear, "ours": ours}
+        if at.setting.compile:
+            forms["ours, compiled"] = torch.compile(ours)
+        return Kernel((x, weight), forms, flops=6 * x.numel() * weight.shape[0], fp8=True)
+
+    return build
+
+
+def _adamw(at: _Inputs) -> Kernel:
+    s = at.sizes
+    parameters = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
+    gradients = [torch.randn_like(one) for one in parameters]
+
+    def update(**options: bool) -> Form:
+        leaves = [one.clone().requires_grad_() for one in parameters]
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        optimizer = torch.optim.AdamW(leaves, lr=1e-4, **options)  # type: ignore[arg-type]
+
+        def call() -> list[Tensor]:
+            optimizer.step()
+            return []
+
+        return call
+
+    forms: dict[str, Form] = {"foreach": update(foreach=True), "ours (torch, fused)": update(fused=True)}
+    return Kernel((), forms, bytes=28 * s.tensor * s.tensors, backward=False)
+
+
+def _grad_norm(at: _Inputs) -> Kernel:
+    s = at.sizes
+    gradients = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
+    forms: dict[str, Form] = {
+        "reference": lambda: torch.stack([torch.linalg.vector_norm(one) for one in gradients]).norm(),
+        "ours": lambda: per_tensor_norms(gradients).norm(),
+    }
+    return Kernel((), forms, bytes=4 * s.tensor * s.tensors, backward=False)
+
+
+KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
+    "attention, head 64": _attention(64),
+    "attention, head 128": _attention(128),
+    "RMSNorm": _rms_norm,
+    "SwiGLU": _swiglu,
+    "rope": _rope,
+    "fp8 linear, tensorwise": _float8_linear("tensorwise"),
+    "fp8 linear, rowwise": _float8_linear("rowwise"),
+    "grouped linear": _grouped_linear,
+    "permute and unpermute": _permute,
+    "AdamW": _adamw,
+    "gradient norm": _grad_norm,
+    "LayerNorm": _layer_norm,
+}
+
+
+def measure(name: str, setting: Setting) -> dict[str, Any]:
+    """Return for each form its milliseconds, rate, and relative error of all results against the first form's."""
+    torch.manual_seed(0)
+    kernel = KERNELS[name](_Inputs(setting))
+    expected: list[Tensor] | None = None
+    upstream: list[Tensor] = []
+    found: dict[str, Any] = {}
+    for form, function in kernel.forms.items():
+        try:
+            if not upstream and kernel.backward:
+                upstream = [torch.randn_like(one) for one in _outputs(kernel, function)]
+            results = _run(kernel, function, upstream)
+            expected = results if expected is None else expected
+            error = max((relative_error(*both) for both in zip(results, expected, strict=True)), default=0.0)
+            seconds = median_seconds(partial(_run, kernel, function, upstream), setting.device)
+        except Exception as problem:
+            found[form] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
+            continue
+        found[form] = {"milliseconds": 1e3 * seconds, "error": error}
+        if kernel.bytes:
+            found[form]["gigabytes_per_second"] = kernel.bytes / seconds / 1e9
+        if kernel.flops:
+            found[form]["tflops"] = kernel.flops / seconds / 1e12
+    return {"forms": found, "fp8": kernel.fp8}
+
+
+def _outputs(kernel: Kernel, function: Form) -> list[Tensor]:
+    made = function(*kernel.inputs)
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def _run(kernel: Kernel, function: Form, upstream: list[Tensor]) -> list[Tensor]:
+    """Run forward and backward; return outputs and gradients."""
+    outputs = _outputs(kernel, function)
+    gradients = torch.autograd.grad(outputs, kernel.inputs, upstream) if kernel.backward else ()
+    return [one.detach() for one in (*outputs, *gradients)]
