@@ -35,6 +35,7 @@ COMMANDS = {
     "train": Subcommand("train.train", "train", "Train a model, or resume a run.", True),
     "watch": Subcommand("train.watch", "watch", "Show the display of a run launched elsewhere."),
     "runs": Subcommand("runs.runs", "app", "List, compare and clean runs."),
+    "report": Subcommand("runs.report", "report", "Write an HTML page about runs."),
     "generate": Subcommand("text.generate", "generate", "Generate text with a trained model."),
     "evaluate": Subcommand("text.evaluate", "evaluate", "Evaluate a model: loss, perplexity, lm-eval tasks."),
     "checkpoint": Subcommand("checkpoint.checkpoint", "app", "List, inspect and verify checkpoints."),

@@ -46,7 +46,8 @@ PACKAGES = (
     Package("tokenizers", None, "preprocess, train, generate", "import tokenizers"),
     Package("torch", "train", "train, generate", "import torch, torch.distributed; print(torch.cuda.device_count())"),
     Package("safetensors", "train", "checkpoints of train, generate", "import safetensors.torch"),
-    Package("matplotlib", "train", "the plot of train", "import matplotlib.figure"),
+    Package("matplotlib", "train", "the plots of train, report", "import matplotlib.figure"),
+    Package("jinja2", "train", "report", "import jinja2"),
 )
 
 

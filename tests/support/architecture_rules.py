@@ -276,8 +276,9 @@ def foreign_imports(tree: Tree) -> Iterator[str]:
             where = f"{module.path}:{entry.line}"
             if module.room != "engine" and module.room != "kernels" and _within(entry.target, FOREIGN_TO_LAUNCHER):
                 yield f"{where}: the launcher wing never imports {entry.target}"
-            if module.room in LAUNCHER_WING and _within(entry.target, ("matplotlib",)) and not entry.lazy:
-                yield f"{where}: matplotlib is no part of the plain install; import it inside the function"
+            lazy = entry.lazy or entry.typing_only
+            if module.room in LAUNCHER_WING and _within(entry.target, ("matplotlib", "jinja2")) and not lazy:
+                yield f"{where}: {entry.target} is no part of the plain install; import it inside the function"
             if module.room in ("engine", "kernels") and _within(entry.target, FOREIGN_TO_ENGINE):
                 yield f"{where}: the engine never imports {entry.target}"
             if _within(module.name, ("engine.model",)) and _within(entry.target, ("torch.distributed",)):

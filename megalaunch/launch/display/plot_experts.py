@@ -6,7 +6,7 @@ Shapes: L layers, E experts, C columns of the picture.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +18,35 @@ from megalaunch.rundir.paths import RunDirectory
 _MAX_COLUMNS, _MAX_LAYERS = 512, 12
 _FEWEST, _MOST = 1 / 4, 4.0  # times the mean load, at the ends of the colours
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Floats = npt.NDArray[np.float64]
 
 
 def plot_experts(directory: RunDirectory, title: str) -> Path | None:
-    """Draw a run's load of experts; None without any. Raises ImportError without matplotlib, OSError on a full disk.
+    """Draw a run's load of experts; None without any. Raises ImportError without matplotlib, OSError on a full disk."""
+    history = read_expert_load(directory.expert_load)
+    if history is None or not len(history.steps):
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = experts_figure(history, title)
+    FigureCanvasAgg(figure)
+    make_directory(directory.plots)
+    path = directory.plots / "experts.png"
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    return path
+
+
+def experts_figure(history: ExpertLoadHistory, title: str) -> Figure:
+    """Return the figure of a load history with at least one step. Raises ImportError without matplotlib.
 
     The first row is a heat map of all layers: tokens of the most loaded expert over the mean. Below, a heat map of at
     most 12 layers, evenly spaced: tokens of each expert over the mean.
     """
-    history = read_expert_load(directory.expert_load)
-    if history is None or not len(history.steps):
-        return None
     # The object interface draws without a window system and without global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -40,7 +55,6 @@ def plot_experts(directory: RunDirectory, title: str) -> Path | None:
     across = min(3, len(rows))
     down = -(-len(rows) // across)
     figure = Figure(figsize=(3 + 3 * across, 2.2 + 2 * down), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: tokens of an expert over the mean")
     grid = figure.add_gridspec(1 + down, across)
     norm = LogNorm(_FEWEST, _MOST)
@@ -59,11 +73,7 @@ def plot_experts(directory: RunDirectory, title: str) -> Path | None:
     bar = figure.colorbar(image, ax=panels, extend="both", ticks=[_FEWEST, 1 / 2, 1, 2, _MOST])
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     bar.ax.minorticks_off()
-    make_directory(directory.plots)
-    path = directory.plots / "experts.png"
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    return path
+    return figure
 
 
 def relative_load(history: ExpertLoadHistory) -> Floats:

@@ -1,0 +1,204 @@
+"""Assemble the report: charts and tables of one run or several, rendered by the template beside this file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import megalaunch
+from megalaunch.format.numbers import format_bytes, format_count, format_duration, format_loss, format_memory
+from megalaunch.launch.run_state import number
+from megalaunch.plan.findings import as_override
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.catalog.compare import RunComparison, compare_runs
+from megalaunch.runs.report import charts
+from megalaunch.runs.report.charts import Chart
+from megalaunch.runs.report.content import RunContent
+from megalaunch.runs.report.importance import axis_places, setting_importance
+from megalaunch.runs.report.timeline import Launch, phase_seconds
+from megalaunch.runs.sweep.folder import LOWER_IS_BETTER, Metric
+
+Table = Sequence[tuple[str, ...]]
+_LATEST_MARKS = 200
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The part of the page about one run. `facts`: name and value; `marks`: time, kind and sentence."""
+
+    content: RunContent
+    facts: Table
+    charts: list[Chart]
+    phases: Table
+    launches: Table
+    marks: Table
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The part of the page about several runs. `importance` is None where it cannot be estimated."""
+
+    settings: Table
+    figures: Table
+    charts: list[Chart]
+    metric: str
+    importance: Table | None
+
+
+def render_report(title: str, contents: Sequence[RunContent], metric: Metric) -> str:
+    """Return the page as HTML that needs no other file and loads nothing from a network.
+
+    `metric` ranks several runs. Every text from a run directory is escaped. Raises ImportError without matplotlib or
+    Jinja2.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    return template.render(
+        title=title,
+        version=megalaunch.__version__,
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        comparison=_compare(contents, metric) if len(contents) > 1 else None,
+        sections=[_section(content) for content in contents],
+    )
+
+
+def _section(run: RunContent) -> RunSection:
+    drawn = [charts.loss_chart([run])] if run.steps else []
+    drawn += [
+        chart
+        for chart in (
+            charts.metric_chart([run], "Learning rate", {"learning_rate": "learning rate"}, "learning rate"),
+            charts.metric_chart([run], "Gradient norm", {"grad_norm": "gradient norm"}, "norm"),
+            charts.metric_chart([run], "Throughput", {"tokens_per_second": "tokens/s"}, "tokens/s, all devices"),
+            charts.metric_chart(
+                [run], "Step time", {"step_seconds": "step", "data_seconds": "of it waiting for data"}, "seconds"
+            ),
+            charts.metric_chart([run], "Memory", {"memory_bytes": "memory"}, "GiB, largest rank", 2**30),
+            charts.timeline_chart(run.launches),
+            charts.experts_chart(run),
+        )
+        if chart is not None
+    ]
+    total = sum(seconds for _, seconds in phase_seconds(run.launches))
+    phases = [
+        (name, format_duration(seconds), f"{seconds / total:.0%}" if total else "-")
+        for name, seconds in phase_seconds(run.launches)
+    ]
+    return RunSection(run, _facts(run), drawn, phases, _launch_rows(run.launches), _mark_rows(run.launches))
+
+
+def _facts(run: RunContent) -> Table:
+    figures, state = run.summary.figures, run.summary.state
+    memory = max((number(record, "memory_bytes") for record in run.steps), default=float("nan"))
+    facts = [
+        ("state", f"{state}: {run.summary.reason}" if run.summary.reason else state),
+        ("step", f"{format_count(figures.step)} of {format_count(run.spec.train.steps)}"),
+        ("training loss", _or_dash(figures.loss, format_loss)),
+        ("validation loss", _or_dash(figures.validation_loss, format_loss)),
+        ("tokens", _or_dash(figures.tokens, format_count)),
+        ("tokens/s", _or_dash(figures.tokens_per_second, format_count)),
+        ("MFU", _or_dash(run.mfu, lambda value: f"{value:.1%}")),
+        ("memory", format_memory(memory)),
+        ("model", run.spec.model.name),
+        ("launches", str(len(run.launches))),
+        ("checkpoints", ", ".join(f"step {step} ({format_bytes(size)})" for step, size in run.checkpoints) or "-"),
+        ("directory", str(run.summary.path)),
+    ]
+    return facts
+
+
+def _launch_rows(launches: Sequence[Launch]) -> Table:
+    return [
+        (
+            str(index),
+            _clock(launch.start),
+            format_duration(launch.end - launch.start),
+            " ".join(launch.overrides),
+            launch.outcome,
+        )
+        for index, launch in enumerate(launches, 1)
+    ]
+
+
+def _mark_rows(launches: Sequence[Launch]) -> Table:
+    marks = [mark for launch in launches for mark in launch.marks]
+    return [(_clock(mark.time), mark.kind, mark.message) for mark in marks[-_LATEST_MARKS:]]
+
+
+def _compare(runs: Sequence[RunContent], metric: Metric) -> Comparison:
+    found = compare_runs([RunDirectory(run.summary.path) for run in runs], [run.spec for run in runs])
+    with_steps = [run for run in runs if run.steps]
+    drawn = [charts.loss_chart(with_steps), charts.loss_chart(with_steps, "tokens")] if with_steps else []
+    for title, key, unit in (
+        ("Throughput", "tokens_per_second", "tokens/s"),
+        ("Gradient norm", "grad_norm", "norm"),
+        ("Memory", "memory_bytes", "GiB"),
+    ):
+        per_unit = 2.0**30 if unit == "GiB" else 1.0
+        chart = charts.metric_chart(with_steps, title, {key: title.lower()}, unit, per_unit)
+        drawn += [chart] if chart is not None else []
+    scored = [(index, score) for index, run in enumerate(runs) if (score := _score(run, metric)) is not None]
+    settings = [(key, [values[index] for index, _ in scored]) for key, values in found.settings]
+    settings = [(key, values) for key, values in settings if len({as_override(value) for value in values}) > 1]
+    scores = [score for _, score in scored]
+    importance = None
+    if settings and len(scores) >= 3:
+        axes = [(key, *axis_places(values)) for key, values in settings]
+        drawn.append(charts.parallel_coordinates(axes, scores, metric.replace("_", " ")))
+        lower = scores if metric in LOWER_IS_BETTER else [-score for score in scores]
+        importance = setting_importance(settings, lower)
+    return Comparison(
+        settings=[(key, *map(as_override, values)) for key, values in found.settings],
+        figures=_figure_rows(runs, found),
+        charts=drawn,
+        metric=metric.replace("_", " "),
+        importance=None if importance is None else [(key, f"{share:.0%}") for key, share in importance],
+    )
+
+
+def _figure_rows(runs: Sequence[RunContent], found: RunComparison) -> Table:
+    rows = []
+    for index, (run, best) in enumerate(zip(runs, found.best_losses, strict=True)):
+        figures = run.summary.figures
+        common = found.common_losses[index] if found.common_step is not None else None
+        rows.append(
+            (
+                run.name,
+                run.summary.state,
+                format_count(figures.step),
+                _or_dash(figures.loss, format_loss),
+                _or_dash(figures.validation_loss, format_loss),
+                _or_dash(best, format_loss),
+                _or_dash(common, format_loss),
+                _or_dash(figures.tokens_per_second, format_count),
+            )
+        )
+    heading = "validation loss, common step" + ("" if found.common_step is None else f" {found.common_step}")
+    names = ("run", "state", "step", "training loss", "validation loss", "lowest validation loss", heading, "tokens/s")
+    return [names, *rows]
+
+
+def _score(run: RunContent, metric: Metric) -> float | None:
+    figures = run.summary.figures
+    value = {
+        "validation_loss": figures.validation_loss,
+        "loss": figures.loss,
+        "tokens_per_second": figures.tokens_per_second,
+    }[metric]
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _or_dash(value: float | None, form: Any) -> str:
+    return "-" if value is None else str(form(value))
