@@ -1,12 +1,12 @@
 """fp8 linear layers of a parallelized decoder: which layers, and over which ranks an amax is reduced.
 
-With one scale per tensor a sharded operand has the scale of the whole one: its amax is the maximum over the ranks that
-hold its shards, as in Megatron-LM. The layout then changes no scale. Finer scales are local to a rank.
+A scale of a whole tensor, or of a whole row, does not depend on how it is sharded: its amax is the maximum over the
+ranks that hold its shards. Blocks are part of one shard (`plan/rules/float8.py`). So the layout changes no scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.param_layout import ParamLayout
 from megalaunch.engine.precision.amax_history import AmaxHistories, LayerAmax
-from megalaunch.engine.precision.float8 import Float8Matmuls, Operand, operand_dtypes
+from megalaunch.engine.precision.float8 import Float8Matmuls, LinearDim, operand_dtypes
 from megalaunch.schema import RunSpec
 from megalaunch.schema.precision import Float8Spec
 
@@ -88,27 +88,24 @@ def _float8_linears(model: Decoder, settings: Float8Spec) -> Iterator[tuple[str,
                     yield f"layers.{name}.{inner}", module
 
 
-def _sharding_axes(layout: ParamLayout, mesh: Mesh, sequence_parallel: bool) -> Mapping[Operand, tuple[Axis, ...]]:
-    """Return the mesh axes along which each operand of a linear layer is sharded, as its matmul sees it.
+def _sharding_axes(layout: ParamLayout, mesh: Mesh, sequence_parallel: bool) -> Mapping[LinearDim, tuple[Axis, ...]]:
+    """Return the mesh axes along which each dim of a linear layer is sharded, as its matmuls see it.
 
-    Tokens are sharded over cp. Features: column parallel layers shard weight and gradient over tp, row parallel layers
-    input and weight; a replicated layer sees a rank's own tokens under sequence parallelism.
+    Tokens are sharded over cp, and over tp too in a replicated layer under sequence parallelism. Column parallel layers
+    shard output features over tp, row parallel layers input features.
     """
-    tp, cp = mesh.tp, mesh.cp
-    if layout.shard_dim is None:
-        tokens = (tp, cp) if sequence_parallel else (cp,)
-        return {Operand.INPUT: tokens, Operand.WEIGHT: (), Operand.GRADIENT: tokens}
-    column = layout.shard_dim == 0
+    tokens = (mesh.tp, mesh.cp) if layout.shard_dim is None and sequence_parallel else (mesh.cp,)
     return {
-        Operand.INPUT: (cp,) if column else (tp, cp),
-        Operand.WEIGHT: (tp,),
-        Operand.GRADIENT: (tp, cp) if column else (cp,),
+        LinearDim.TOKENS: tokens,
+        LinearDim.OUT_FEATURES: (mesh.tp,) if layout.shard_dim == 0 else (),
+        LinearDim.IN_FEATURES: (mesh.tp,) if layout.shard_dim == 1 else (),
     }
 
 
-def _reduce_amax(axes: Mapping[Operand, tuple[Axis, ...]], operand: Operand, amax: Tensor) -> Tensor:
-    for axis in axes[operand]:
-        amax = all_reduce_max(amax, axis)
+def _reduce_amax(axes: Mapping[LinearDim, tuple[Axis, ...]], dims: Sequence[LinearDim], amax: Tensor) -> Tensor:
+    for dim in dims:
+        for axis in axes[dim]:
+            amax = all_reduce_max(amax, axis)
     return amax
 
 

@@ -7,9 +7,9 @@ DeepSeek-V3 report, section 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
 from types import MappingProxyType
 
 import torch
@@ -30,18 +30,36 @@ from megalaunch.kernels.matmul import matmul
 from megalaunch.schema.precision import Float8Recipe, Float8Spec
 
 
-class Operand(IntEnum):
-    """The operands of a linear layer's matmuls: its input, its weight, the gradient of its output."""
+class LinearDim(Enum):
+    """The dims of a linear layer's matmuls: each of them sums over one, and its operands have two."""
 
-    INPUT = 0
-    WEIGHT = 1
-    GRADIENT = 2
+    TOKENS = 0
+    IN_FEATURES = 1
+    OUT_FEATURES = 2
 
 
-ReduceAmax = Callable[[Operand, Tensor], Tensor]
-"""(operand, amax) -> the maximum over the ranks that hold its shards, so that scales are those of one process.
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a linear layer's matmuls.
 
-Called for scales of whole tensors only.
+    Attributes:
+        index: Its place in `operand_dtypes` and in the amax histories.
+        dims: Its dims.
+    """
+
+    index: int
+    dims: tuple[LinearDim, LinearDim]
+
+
+INPUT = Operand(0, (LinearDim.TOKENS, LinearDim.IN_FEATURES))
+WEIGHT = Operand(1, (LinearDim.OUT_FEATURES, LinearDim.IN_FEATURES))
+GRADIENT = Operand(2, (LinearDim.TOKENS, LinearDim.OUT_FEATURES))
+"""The gradient of the layer's output."""
+
+ReduceAmax = Callable[[Sequence[LinearDim], Tensor], Tensor]
+"""(dims, amax) -> the maximum over the ranks that hold shards of these dims, so that scales are those of one process.
+
+The dims are those that a scale spans: both of an operand, or with scales of rows the one that the matmul sums over.
 """
 
 
@@ -66,7 +84,7 @@ _BLOCKS: Mapping[Float8Recipe, _Blocks] = MappingProxyType(
 
 
 def operand_dtypes(spec: Float8Spec) -> tuple[torch.dtype, ...]:
-    """Return the formats of the operands, in the order of `Operand`; hybrid: gradients are in e5m2."""
+    """Return the formats of the operands, by `Operand.index`; hybrid: gradients are in e5m2."""
     return E4M3, E4M3, E5M2 if spec.format == "hybrid" else E4M3
 
 
@@ -76,7 +94,7 @@ class Float8Matmuls:
     Args:
         spec: The settings.
         emulate: Multiply dequantized values in fp32.
-        reduce_amax: The reduction of the amax of a whole operand over ranks.
+        reduce_amax: The reduction of an amax over ranks.
         delayed: The amax history of the layer, with the delayed recipe.
     """
 
@@ -86,12 +104,14 @@ class Float8Matmuls:
 
     def output(self, x: Tensor, weight_FH: Tensor) -> Tensor:
         """Return x W^T."""
-        a, b = self._cast(x.flatten(0, -2), Operand.INPUT), self._cast(weight_FH, Operand.WEIGHT)
+        along = LinearDim.IN_FEATURES
+        a, b = self._cast(x.flatten(0, -2), INPUT, along), self._cast(weight_FH, WEIGHT, along)
         return self._multiply(a, b, x.dtype, fast=True).view(*x.shape[:-1], -1)
 
     def input_grad(self, dy: Tensor, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return dy W, or onto + dy W."""
-        a, b = self._cast(dy.flatten(0, -2), Operand.GRADIENT), self._cast(weight_FH.T, Operand.WEIGHT)
+        along = LinearDim.OUT_FEATURES
+        a, b = self._cast(dy.flatten(0, -2), GRADIENT, along), self._cast(weight_FH.T, WEIGHT, along)
         dx = self._multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
         return dx if onto is None else onto + dx
 
@@ -99,23 +119,24 @@ class Float8Matmuls:
         """Return dy^T x; in the operands' dtype with `precision.fp8.wgrad=false`."""
         if not self._wgrad:
             return matmul(dy_TF.T, x_TH)
-        return self._multiply(self._cast(dy_TF.T, Operand.GRADIENT), self._cast(x_TH.T, Operand.INPUT), x_TH.dtype)
+        along = LinearDim.TOKENS
+        return self._multiply(self._cast(dy_TF.T, GRADIENT, along), self._cast(x_TH.T, INPUT, along), x_TH.dtype)
 
     def _multiply(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         return scaled_matmul(a, b, dtype, emulate=self._emulate, fast_accumulation=fast)
 
-    def _cast(self, x_RK: Tensor, operand: Operand) -> Float8Matrix:
-        """Cast a matrix that the matmul sums along its columns."""
-        block = self._blocks.weight if operand is Operand.WEIGHT else self._blocks.activation
-        dtype = self._dtypes[operand]
-        return Float8Matrix.quantize(x_RK, self._scale(x_RK, operand, block, dtype), block, dtype)
+    def _cast(self, x_RK: Tensor, operand: Operand, along: LinearDim) -> Float8Matrix:
+        """Cast a matrix that the matmul sums along its columns, the dim `along`."""
+        block = self._blocks.weight if operand is WEIGHT else self._blocks.activation
+        dtype = self._dtypes[operand.index]
+        return Float8Matrix.quantize(x_RK, self._scale(x_RK, operand, along, block, dtype), block, dtype)
 
-    def _scale(self, x_RK: Tensor, operand: Operand, block: Block, dtype: torch.dtype) -> Tensor:
+    def _scale(self, x_RK: Tensor, operand: Operand, along: LinearDim, block: Block, dtype: torch.dtype) -> Tensor:
         amax = block_amax(x_RK, block)
         if self._delayed is not None:
-            self._delayed.record(operand, amax)
+            self._delayed.record(operand.index, amax)
             if self._delayed.has_scales:
-                return self._delayed.scale(operand)
-        if block == (0, 0):
-            amax = self._reduce_amax(operand, amax)
+                return self._delayed.scale(operand.index)
+        if block[1] == 0:  # a whole row, or all rows; smaller blocks lie within a rank's shard
+            amax = self._reduce_amax(operand.dims if block[0] == 0 else (along,), amax)
         return power_of_two_scale(amax, dtype) if self._blocks.power_of_two else scale_from_amax(amax, dtype)

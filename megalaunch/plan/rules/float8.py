@@ -89,14 +89,15 @@ def experts(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.compile", "train.compile is off with fp8.")
+@rule("fp8.compile", "train.compile is off with the delayed recipe.")
 def compiled(at: RuleContext) -> Iterator[Violation]:
-    """torch.compile does not trace the engine's casts to fp8 yet."""
-    if at.purpose == "train" and _alignment(at) and at.spec.train.compile:
+    """A graph cannot record amaxes: a tensor saved for backward must not change, and each microbatch changes them."""
+    recipe = at.spec.precision.fp8.recipe
+    if at.purpose == "train" and _alignment(at) and recipe == "delayed" and at.spec.train.compile:
         yield Violation(
             "train.compile",
-            "the engine of this version cannot compile fp8 matmuls",
-            fixes=({"train.compile": False}, {"precision.compute_dtype": "bf16"}),
+            "fp8 matmuls with delayed scales cannot be compiled",
+            fixes=({"train.compile": False}, {"precision.fp8.recipe": "tensorwise"}),
         )
 
 

@@ -7,9 +7,12 @@ a border; their effect on a gradient is small beside its largest value.
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
 from statistics import median
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from forked_ranks import run_ranks
@@ -17,8 +20,10 @@ from oracle import joined_stages, on_ranks, small_spec
 from resumed_run import loaded, saved_and_gone_on
 from slow_cases import slow_but
 
-from megalaunch.engine.precision import policy
+from megalaunch.engine.parallel import compile as compiling
+from megalaunch.engine.precision import float8, policy
 from megalaunch.engine.precision.amax_history import AmaxHistories
+from megalaunch.engine.precision.float8 import _Blocks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"tp": 2, "sequence_parallel": True},
@@ -48,7 +53,7 @@ def run(spec: Any) -> Any:
     return joined_stages(run_ranks(spec.cluster.devices_per_node, _train, spec, True))
 
 
-@pytest.fixture(scope="module", params=("tensorwise", "delayed"))
+@pytest.fixture(scope="module", params=("tensorwise", "delayed", pytest.param("rowwise", marks=pytest.mark.slow)))
 def one_rank(request: pytest.FixtureRequest) -> Any:
     """The recipe, and the numbers of one rank."""
     return request.param, run(float8_spec({}, request.param))
@@ -57,7 +62,11 @@ def one_rank(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 cp2 sp", "pp2 zero bubble"))
 def test_layouts_agree(layout, one_rank):
     recipe, expected = one_rank
-    found = run(float8_spec(LAYOUTS[layout], recipe))
+    assert_close(run(float8_spec(LAYOUTS[layout], recipe)), expected)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Most gradients differ by the order of sums alone, and no value by more than what steps across borders change."""
     differences = [
         float((found.gradients[name] - gradient).abs().max() / gradient.abs().max())
         for name, gradient in expected.gradients.items()
@@ -65,6 +74,60 @@ def test_layouts_agree(layout, one_rank):
     assert median(differences) < 1e-5
     assert max(differences) < 0.03
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+FINE = ("rowwise", "blockwise", "mxfp8")
+FINE_LAYOUTS = {
+    "tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2, "schedule": "1f1b"},
+    "cp2": {"cp": 2, "cp_comm_type": ("p2p",)},
+    "dp2 zero3": {"dp": 2, "data_sharding": "optim_grads_params"},
+}
+WIDTH = 8  # of a block here: shards hold whole blocks, as the rules demand, and a small model has few values at borders
+SMALL_BLOCKS = {
+    "rowwise": _Blocks((1, 0), (1, 0)),
+    "blockwise": _Blocks((1, WIDTH), (WIDTH, WIDTH)),
+    "mxfp8": _Blocks((1, WIDTH), (1, WIDTH), power_of_two=True),
+}
+
+
+def fine_spec(layout: dict[str, Any], recipe: str, **values: Any) -> Any:
+    """Two layers whose shards under tp2 are a block wide and whose parts of a sample under cp2 are a block long."""
+    sizes = {"hidden_size": 2 * WIDTH, "ffn_hidden_size": 4 * WIDTH, "head_dim": WIDTH, "num_layers": 2}
+    model = {f"model__{key}": value for key, value in {**sizes, "num_query_groups": 2}.items()}
+    return float8_spec(layout, recipe, batch__sequence_length=4 * WIDTH, batch__global_batch_size=2, **model, **values)
+
+
+@pytest.fixture(scope="module")
+def one_rank_of():
+    """The numbers of one rank by recipe of fine scales."""
+    return cache(lambda recipe: run(fine_spec({}, recipe)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    slow_but(product(FINE, FINE_LAYOUTS), ("rowwise", "tp2 sp"), ("rowwise", "cp2"), ("mxfp8", "tp2 sp")),
+)
+def test_layouts_agree_with_fine_scales(recipe, layout, one_rank_of, monkeypatch):
+    monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
+    monkeypatch.setattr(float8, "_BLOCKS", SMALL_BLOCKS)
+    assert_close(run(fine_spec(FINE_LAYOUTS[layout], recipe)), one_rank_of(recipe))
+
+
+@pytest.mark.slow
+def test_a_compiled_decoder_has_the_numbers_of_an_eager_one(one_rank_of, monkeypatch):
+    monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    (found,) = run_ranks(1, _train_compiled, fine_spec({}, "rowwise", train__compile=True), timeout=180)
+    assert_close(found, one_rank_of("rowwise"))
+
+
+def _train_compiled(spec: Any) -> Any:
+    from torch._dynamo.utils import counters
+
+    numbers = _train(spec, True)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2, dict(counters["stats"])  # forward of training, of validation
+    return numbers
 
 
 def test_recomputation_casts_again_to_the_same_numbers(one_rank):

@@ -129,7 +129,8 @@ PRECISION = {
         ("recipe=mixtral_tiny", "data.mock=true", *H100, "batch.global_batch_size=16"), "train",
     ),
     "fp8.compile": Case(
-        "train.compile=true", "train.compile=false", ("recipe=tiny", "data.mock=true", *FP8), "train"
+        "precision.fp8.recipe=delayed", "precision.fp8.recipe=rowwise",
+        ("recipe=tiny", "data.mock=true", *FP8, "train.compile=true"), "train",
     ),
     "fp8.tp_comm_overlap": Case(
         "parallel.tp_comm_overlap=true",
