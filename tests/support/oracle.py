@@ -21,7 +21,7 @@ from proofs import Proof, record
 
 from megalaunch.data.samples.sample import Sample, positions_within
 from megalaunch.engine.dtensor import copy_from_global_
-from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.dropout import sample_seeds
@@ -204,6 +204,13 @@ class _NotingOptimizer(Optimizer):
 def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None = None) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+    numbers = on_mesh(spec, mesh, prepare)
+    speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
+    return numbers if speaks else None
+
+
+def on_mesh(spec: RunSpec, mesh: Mesh, prepare: Prepare | None = None) -> Numbers:
+    """The same three steps by the engine on this rank of a mesh, on its device."""
     model = build_sharded_model(spec, mesh)
     if prepare is not None:
         prepare(model)
@@ -221,9 +228,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None =
     assert validation is not None
     parameters = {name: whole(name, p.detach(), spec) for name, p in model.named_parameters()}
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    numbers = Numbers(losses, norms, optimizer.gradients, parameters, validation)
-    speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
-    return numbers if speaks else None
+    return Numbers(losses, norms, optimizer.gradients, parameters, validation)
 
 
 def hold_to_one_process(spec: RunSpec, prepare: Prepare | None = None, timeout: float = 120) -> None:

@@ -1,0 +1,189 @@
+"""The engine on a GPU against the engine on a processor: numbers, attention, compilation, fp8, determinism, commands.
+
+Everything runs in this process or in one that it starts, none in a forked one: CUDA does not survive a fork. The cases
+marked cpu run the same code without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import Numbers, on_mesh, small_spec
+
+from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.model.attention.core import NoContextParallel
+from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.engine.process_group import destroy_process_group, init_process_group
+from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
+
+CHIPS = {"cuda": "h100", "cpu": "cpu"}
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+WIDE = {  # sizes that fp8 matmuls, grouped matmuls and flash attention take
+    "model__hidden_size": 64,
+    "model__ffn_hidden_size": 128,
+    "model__num_attention_heads": 4,
+    "model__num_query_groups": 2,
+    "model__head_dim": 16,
+    "model__vocab_size": 64,
+    "batch__micro_batch_size": 4,
+}
+PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
+MOE = {
+    "model__moe": {"num_experts": 4, "top_k": 4, "ffn_hidden_size": 32}
+}  # with a choice, 16 bits would choose others
+GPT = {
+    "model__norm": "layernorm",
+    "model__position_embedding": "learned",
+    "model__max_position_embeddings": 16,
+    "model__activation": "gelu_tanh",
+    "model__mlp_bias": True,
+    "model__tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "packed": PACKED,
+    "gpt": GPT,
+    "experts": MOE,
+    "loss in chunks": {"train__loss_chunks": 3},
+    "recomputed": {"recompute__granularity": "full"},
+}
+
+
+@contextmanager
+def one_rank(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
+    """A process group of one rank, as a worker makes it."""
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    device, problem = init_process_group(spec)
+    try:
+        assert problem is None, problem
+        yield make_mesh(Topology.from_spec(spec), device, 0)
+    finally:
+        destroy_process_group()
+
+
+def train(spec: RunSpec, device: str, monkeypatch: pytest.MonkeyPatch) -> Numbers:
+    """Losses, norms, gradients, parameters of three steps."""
+    spec = replace(spec, platform=replace(spec.platform, chip=CHIPS[device]))
+    with one_rank(spec, monkeypatch) as mesh:
+        return on_mesh(spec, mesh)
+
+
+def assert_close(found: Numbers, expected: Numbers, tolerance: float) -> None:
+    """Losses and norms; every gradient as a whole."""
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=4 * tolerance)
+    for name, value in expected.gradients.items():
+        difference = (found.gradients[name].cpu().float() - value.cpu().float()).norm() / value.norm().clamp(min=1e-6)
+        assert difference <= 8 * tolerance, f"gradient of {name}: off by {difference:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_computes_what_a_processor_does(model, precision, tolerance, device, monkeypatch):
+    values = {**WIDE, **MODELS[model]}
+    expected = train(small_spec(**values), "cpu", monkeypatch)
+    found = train(small_spec(**values, precision__compute_dtype=precision), device, monkeypatch)
+    assert_close(found, expected, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["llama", "experts"])
+def test_a_compiled_step_computes_what_an_eager_one_does(model, monkeypatch):
+    values = {**WIDE, **MODELS[model], "precision__compute_dtype": "bf16"}
+    eager = train(small_spec(**values), "cuda", monkeypatch)
+    assert_close(train(small_spec(**values, train__compile=True), "cuda", monkeypatch), eager, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_fp8_matmuls_of_the_card_are_those_of_the_emulation(recipe, monkeypatch):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card multiplies no fp8")
+    values = {**WIDE, "precision__compute_dtype": "fp8", "precision__fp8": {"recipe": recipe}}
+    emulated = train(small_spec(**values, precision__emulate=True), "cuda", monkeypatch)
+    assert_close(train(small_spec(**values), "cuda", monkeypatch), emulated, 1e-2)
+
+
+BACKENDS = [
+    (name, mask) for name in ("auto", "flash", "flex", "efficient") for mask in ("causal", "window", "documents")
+]
+BACKENDS.append(("cudnn", "causal"))
+
+
+def _attention(backend: str, mask: str, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients of grouped queries, for 2 samples of 256 tokens."""
+    torch.manual_seed(1)
+    tokens = 256
+    documents = torch.arange(tokens).div(100, rounding_mode="floor").expand(2, tokens) if mask == "documents" else None
+    inputs = [torch.randn(2, heads, tokens, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(2, 4, tokens, 64).to(device, dtype)
+    (attend,) = NoContextParallel(backend=backend).make_attention(
+        tokens,
+        None if documents is None else documents.to(device),
+        [64 if mask == "window" else None],
+        torch.device(device),
+    )
+    out = attend(*inputs, ScoreMod(0.125))
+    return [one.detach().float().cpu() for one in (out, *torch.autograd.grad(out, inputs, upstream))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "mask"), BACKENDS)
+def test_attention_of_a_backend_is_that_of_the_scores(backend, mask):
+    expected = _attention("math", mask, "cpu", torch.float32)
+    for found, value in zip(_attention(backend, mask, "cuda", torch.bfloat16), expected, strict=True):
+        assert (found - value).norm() <= 1e-2 * value.norm()
+
+
+RUN = "from megalaunch.cli.main import main; main()"
+OVERRIDES = [
+    "recipe=quickstart",
+    "cluster.devices_per_node=1",
+    "data.validation_tokens=512",
+    "train.sample_prompt=null",
+    "schedule.decay_steps=40",
+    "schedule.warmup_steps=4",
+]
+
+
+def command(folder, device: str, *overrides: str) -> list[float]:
+    """Run `megalaunch train` with the quickstart; return the losses of all steps of its run directory."""
+    platform = "auto" if device == "cuda" else "cpu"
+    words = [*OVERRIDES, f"platform={platform}", f"run.directory={folder}", "logging.log_interval=1", *overrides]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    call = [sys.executable, "-c", RUN, "train", *words]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=240, env=environment, cwd=folder.parent)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_deterministic_run_and_one_that_was_resumed_are_equal_to_the_bit(device, tmp_path):
+    chosen = ("train.steps=6", "train.deterministic=true", "batch.global_batch_size=4")
+    once = command(tmp_path / "once", device, *chosen)
+    command(tmp_path / "again", device, *chosen, "train.exit_at_step=3")
+    assert command(tmp_path / "again", device, *chosen) == once
+    assert len(once) == 6
+
+
+@pytest.mark.gpu
+def test_the_quickstart_learns_on_a_gpu(tmp_path):
+    losses = command(tmp_path / "run", "cuda", "train.steps=40")
+    assert losses[-1] < 6 < 8 < losses[0]
