@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-pytest_plugins = ["failures", "forked_ranks", "proofs", "skipped"]
+pytest_plugins = ["failures", "forked_ranks", "proofs", "skipped", "txda_device"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

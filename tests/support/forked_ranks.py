@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalaunch.engine.platform.registry import get_platform
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -49,15 +50,21 @@ class _Rank:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, any_object: bool = False
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    any_object: bool = False,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a gloo group; returns what each rank returned, in rank order.
+    """Call `function(*args)` on every rank of a group; returns what each rank returned, in rank order.
 
     Inside, `torch.distributed` is ready (`get_rank()` says who one is) and torch uses one thread. A function may be
     a closure: it is forked, not sent. Results come back as plain data; tensors (also nested in dict, list, tuple)
     as numpy arrays, bfloat16 widened to float32, DTensors as whole tensors. A rank that raises, dies or is not done
     after `timeout` seconds raises RanksFailed here, and no rank outlives the call. As in a run, ranks take only listed
-    objects from each other; `any_object` is for another library's collectives.
+    objects from each other; `any_object` is for another library's collectives. The group has the backends of `device`,
+    whose package only the ranks import: gloo on a CPU.
     """
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
     _import_for_ranks()
@@ -66,7 +73,7 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                ranks.append(_fork_rank(rank, world_size, Path(folder), body, args, timeout))
+                ranks.append(_fork_rank(rank, world_size, Path(folder), partial(body, *args), timeout, device))
             answered = _collect(ranks, Path(folder), timeout)
             stacks = _ask_stacks(ranks, Path(folder))
         finally:
@@ -111,7 +118,7 @@ def _among_listed_objects(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _fork_rank(
-    rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    rank: int, world_size: int, folder: Path, function: Callable[[], Any], timeout: float, device: str
 ) -> _Rank:
     here, there = Pipe()
     sys.stdout.flush()  # what is buffered here would be printed by the rank again
@@ -119,7 +126,7 @@ def _fork_rank(
     pid = os.fork()
     if pid == 0:
         here.close()
-        _be_rank(rank, world_size, folder, there, function, args, timeout)
+        _be_rank(rank, world_size, folder, there, function, timeout, device)
     there.close()
     return _Rank(pid, here)
 
@@ -129,9 +136,9 @@ def _be_rank(
     world_size: int,
     folder: Path,
     answer: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    function: Callable[[], Any],
     timeout: float,
+    device: str,
 ) -> NoReturn:
     """The child's whole life. It ends by os._exit, so nothing of pytest's own state runs in it."""
     code = 1
@@ -143,14 +150,17 @@ def _be_rank(
             faulthandler.enable(stack_file)  # a segmentation fault shows where it was
             faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+            torch.set_num_threads(1)  # torch makes its thread pool anew here, not in several autograd threads at once
+            platform = get_platform(device)
+            platform.set_device(platform.device(rank))
             dist.init_process_group(
-                "gloo",
+                platform.process_group_backends,
                 init_method=f"file://{folder / 'rendezvous'}",
                 rank=rank,
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=timeout + 30),  # ours fires first, and shows the stacks
             )
-            result = _plain(function(*args))
+            result = _plain(function())
             answer.send(("done", result))
             code = 0
             answer.poll(timeout)  # until the parent lets go: a rank that leaves would break those still at work

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from oracle import VOCABULARY, small_spec
+from oracle import VOCABULARY, device_type, rank_mesh, small_spec
 from token_files import write_tokens
 
-from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
@@ -72,16 +70,15 @@ def run_loop(
     spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None, timeout: float = 60
 ) -> RunEnd:
     """Run on forked ranks, from the newest checkpoint to the end; all ranks have to end alike."""
-    code, reason, step = _same_on_all(
-        run_ranks(Topology.from_spec(spec).world, _one_rank, spec, root, spoil, timeout=timeout)
-    )
+    world, device = Topology.from_spec(spec).world, device_type(spec)
+    code, reason, step = _same_on_all(run_ranks(world, _one_rank, spec, root, spoil, timeout=timeout, device=device))
     return RunEnd(code, reason, step)
 
 
 def _one_rank(spec: RunSpec, root: Path, spoil: Callable[[Rank], None]) -> tuple[object, ...]:
     directory = prepared_directory(spec, root)
     number = dist.get_rank()
-    trainee = build_train_state(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), number))
+    trainee = build_train_state(spec, rank_mesh(spec))
     record = RunLogger(directory, number, ProgressWriter(directory.progress(number), number, 0))
     rank = Rank(number, trainee, StopSignal())
     spoil(rank)

@@ -30,12 +30,14 @@ from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
+from megalaunch.engine.platform.registry import get_platform
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.batch import samples_of_step, schedule_position
 from megalaunch.plan.topology import Topology
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec, build_run_spec
 
 STEPS, WARMUP = 3, 2
@@ -201,9 +203,20 @@ class _NotingOptimizer(Optimizer):
         super().step(rate, divisor, embedding_lr)
 
 
+def device_type(spec: RunSpec) -> str:
+    """The device type of a spec's chip: `run_ranks(..., device=)`."""
+    return CHIPS[spec.platform.chip].device
+
+
+def rank_mesh(spec: RunSpec) -> Mesh:
+    """The mesh of this rank, on its device of the spec's platform."""
+    rank = dist.get_rank()
+    return make_mesh(Topology.from_spec(spec), get_platform(device_type(spec)).device(rank), rank)
+
+
 def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None = None) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
-    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+    mesh = rank_mesh(spec)
     numbers = on_mesh(spec, mesh, prepare)
     speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
     return numbers if speaks else None
@@ -232,15 +245,16 @@ def on_mesh(spec: RunSpec, mesh: Mesh, prepare: Prepare | None = None) -> Number
 
 
 def hold_to_one_process(spec: RunSpec, prepare: Prepare | None = None, timeout: float = 120) -> None:
-    """The layout's numbers by as many ranks as it takes, held to the reference of the same spec."""
-    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True, prepare, timeout=timeout)
+    """The layout's numbers by as many ranks as it takes, held to the reference of the same spec on a CPU."""
+    world, device = spec.cluster.devices_per_node, device_type(spec)
+    every = run_ranks(world, on_ranks, spec, True, prepare, timeout=timeout, device=device)
     assert_same(joined_stages(every), _reference(_without_layout(spec), prepare))
 
 
 @lru_cache(maxsize=64)
 def _reference(spec: RunSpec, prepare: Prepare | None) -> Numbers:
     """The one process of many layouts, computed once: it costs as much as a rank."""
-    return one_process(spec, prepare)
+    return run_ranks(1, one_process, spec, prepare)[0] if spec.platform.chip != "cpu" else one_process(spec, prepare)
 
 
 def _without_layout(spec: RunSpec) -> RunSpec:
@@ -271,7 +285,7 @@ def joined_stages(every: Iterable[Numbers | None]) -> Numbers:
 def whole(name: str, tensor: torch.Tensor | None, spec: RunSpec) -> torch.Tensor:
     """All of a parameter or gradient, without the rows that pad the vocabulary, which have to be zeros."""
     assert tensor is not None, "a parameter got no gradient"
-    full = tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+    full = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).to("cpu", copy=True)
     rows = strip_vocab_padding(name, full.shape, spec.model.vocab_size or 0)[0] if full.ndim else 0
     assert not full.ndim or not full[rows:].any(), f"{name}: padded rows are not zero"
     return full[:rows] if full.ndim else full

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from looped_run import prepared_directory
-from oracle import SEQUENCE, samples_of, whole
+from oracle import SEQUENCE, rank_mesh, samples_of, whole
 
 from megalaunch.engine.checkpoint.async_save import PinnedStaging
 from megalaunch.engine.checkpoint.coordination import background_group
-from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
@@ -21,7 +20,6 @@ from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.grads import finalize_grads
 from megalaunch.engine.train.train_step import TrainStep
-from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
 SAVED, AFTER = 2, 3  # steps before the save, and after it
@@ -40,7 +38,7 @@ class Run:
 
     def __init__(self, spec: RunSpec, loads: bool = False) -> None:
         self.spec = spec
-        self.mesh: Mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+        self.mesh: Mesh = rank_mesh(spec)
         if loads:  # uninitialised memory, as in a resume
             self.model = parallelize_decoder(spec, self.mesh)
             materialize(self.model, self.mesh)

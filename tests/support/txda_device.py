@@ -1,16 +1,25 @@
-"""Build the test device of tests/devices/txda as a package `torch_txda`: once, until torch or its sources change."""
+"""Build the test device of tests/devices/txda as a package `torch_txda`: once, until torch or its sources change.
+
+It is kept outside the checkout, in `$XDG_CACHE_HOME` (~/.cache): all checkouts of a machine share it.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import pytest
 from paths import ROOT
 
 SOURCES = ROOT / "tests/devices/txda"
@@ -28,7 +37,7 @@ def build_txda() -> Path:
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for name in sorted(path.name for path in SOURCES.iterdir() if path.is_file()):
         digest.update((SOURCES / name).read_bytes())
-    home = ROOT / "build/devices"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalaunch-tests/devices"
     home.mkdir(parents=True, exist_ok=True)
     built = home / digest.hexdigest()[:16]
     with open(home / "lock", "w") as lock:
@@ -73,3 +82,16 @@ def _compile(package: Path) -> None:
         _, messages = process.communicate(timeout=300)
         if process.returncode:
             raise RuntimeError(f"{MODULES[name]} does not compile:\n{messages[-4000:]}")
+
+
+@pytest.fixture(scope="module")
+def in_fresh_process() -> Iterator[Callable[..., Any]]:
+    """Call a function in a process that can import `torch_txda` and has not run backward yet; may fork ranks.
+
+    torch's autograd starts its threads with the first backward pass, one for each device that it knows then: ranks that
+    are forked from a process where that was before the device was added have none for it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(build_txda()))  # a spawned process gets this one's sys.path
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            yield lambda function, *args: pool.submit(function, *args).result(timeout=240)

@@ -75,6 +75,7 @@ class Platform:
 
     def device(self, index: int) -> torch.device:
         """Return a device by its index among the visible ones."""
+        _ = self.module  # the package that makes its name known to torch is imported
         return torch.device(self.facts.device, index)
 
     def set_device(self, device: torch.device) -> None:

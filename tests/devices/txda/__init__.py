@@ -22,6 +22,11 @@ def is_available() -> bool:
     return True
 
 
+def is_initialized() -> bool:
+    """Return True: there is nothing to start."""
+    return True
+
+
 def device_count() -> int:
     """Return the number of devices."""
     return _device.devices

@@ -3,24 +3,38 @@
 // Tensors on it are no CPU tensors: an operator that mixes both fails, as on a real device. Operators that need no
 // arithmetic are written here; all others run on the CPU by torch's fallback, so that results equal the CPU's.
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/NativeFunctions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <set>
 
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
-constexpr c10::DeviceIndex kDevices = 8;
+constexpr c10::DeviceIndex kMostDevices = 8;
 constexpr auto kStat = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 thread_local c10::DeviceIndex current = 0;
+
+// TXDA_VISIBLE_DEVICES hides devices, as a vendor's driver would.
+c10::DeviceIndex count_devices() {
+  const char* visible = std::getenv("TXDA_VISIBLE_DEVICES");
+  if (visible == nullptr) return kMostDevices;
+  std::string list(visible);
+  return list.empty() ? 0 : std::min<long>(kMostDevices, 1 + std::count(list.begin(), list.end(), ','));
+}
+const c10::DeviceIndex kDevices = count_devices();
 
 // Streams and events exist and do nothing: every operator is done when it returns.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -177,8 +191,13 @@ at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
   return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
 }
 
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() == sizes) return self;  // a view keeps its strides
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(sizes);
   size_t needed = (impl->numel() + impl->storage_offset()) * self.element_size();
@@ -196,6 +215,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offse
   return self;
 }
 
+void record_stream(at::Tensor&, at::Stream) {}
+
 at::Scalar read_scalar(const at::Tensor& self) { return on_host(self).item(); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
@@ -205,12 +226,30 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("as_strided", &as_strided);
   library.impl("view", &view);
+  library.impl("_reshape_alias", &reshape_alias);
+  library.impl("unfold", &at::native::unfold);
   library.impl("resize_", &resize);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
+  library.impl("record_stream", &record_stream);
   library.impl("_local_scalar_dense", &read_scalar);
 }
 
-void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+// The CPU's operator draws numbers from a CPU generator in the state of the device's, which goes on from there.
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  auto first = stack->size() - arguments.size();
+  std::optional<at::Generator> own, host;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (arguments[i].type()->str() != "Generator?") continue;
+    auto& given = (*stack)[first + i];
+    own = given.isNone() ? at::globalContext().defaultGenerator(c10::Device(kDevice, current)) : given.toGenerator();
+    host = at::make_generator<at::CPUGeneratorImpl>();
+    host->set_state(own->get_state());
+    given = *host;
+  }
+  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+  if (own.has_value()) own->set_state(host->get_state());
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());

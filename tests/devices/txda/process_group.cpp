@@ -1,7 +1,7 @@
 // tccl: collectives of the test device. gloo moves the bytes, of views that say that they are of the CPU.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace {
 
