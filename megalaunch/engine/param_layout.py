@@ -60,9 +60,16 @@ EXPERT_ROW_BIAS = ParamLayout(expert=True)
 
 
 def get_param_layout(module: nn.Module, parameter: str) -> ParamLayout:
-    """Return the layout that a module declares for a parameter: `<parameter>_layout`, else `layout`."""
+    """Return the layout that a module declares for a parameter: `<parameter>_layout`, else `layout`.
+
+    Raises TypeError if it declares none.
+    """
     layout = getattr(module, f"{parameter}_layout", None) or getattr(module, "layout", None)
-    assert isinstance(layout, ParamLayout), f"{type(module).__name__} has parameters and declares no layout"
+    if not isinstance(layout, ParamLayout):
+        raise TypeError(
+            f"{type(module).__name__} has a parameter {parameter} and declares no layout: give it an attribute layout "
+            f"or {parameter}_layout (megalaunch.nn: COLUMN_PARALLEL, ROW_PARALLEL, REPLICATED, ...)"
+        )
     return layout
 
 

@@ -27,6 +27,7 @@ from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.init_value import init_value
+from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
@@ -133,9 +134,9 @@ class Numbers:
     validation: float
 
 
-def one_process(spec: RunSpec, prepare: Prepare | None = None) -> Numbers:
+def one_process(spec: RunSpec, prepare: Prepare | None = None, modules: LayerModules = STANDARD_MODULES) -> Numbers:
     """The reference: no sharding, no accumulation, torch's own loss, clipping and optimizers."""
-    model = build_decoder(spec.model)
+    model = build_decoder(spec.model, modules=modules)
     init_weights(model, spec.train.seed)
     if prepare is not None:
         prepare(model)
@@ -214,17 +215,24 @@ def rank_mesh(spec: RunSpec) -> Mesh:
     return make_mesh(Topology.from_spec(spec), get_platform(device_type(spec)).device(rank), rank)
 
 
-def on_ranks(spec: RunSpec, every_stage: bool = False, prepare: Prepare | None = None) -> Numbers | None:
+def on_ranks(
+    spec: RunSpec,
+    every_stage: bool = False,
+    prepare: Prepare | None = None,
+    modules: LayerModules = STANDARD_MODULES,
+) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
     mesh = rank_mesh(spec)
-    numbers = on_mesh(spec, mesh, prepare)
+    numbers = on_mesh(spec, mesh, prepare, modules)
     speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
     return numbers if speaks else None
 
 
-def on_mesh(spec: RunSpec, mesh: Mesh, prepare: Prepare | None = None) -> Numbers:
+def on_mesh(
+    spec: RunSpec, mesh: Mesh, prepare: Prepare | None = None, modules: LayerModules = STANDARD_MODULES
+) -> Numbers:
     """The same three steps by the engine on this rank of a mesh, on its device."""
-    model = build_sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh, modules)
     if prepare is not None:
         prepare(model)
     optimizer = _NotingOptimizer(model, spec)
@@ -244,17 +252,24 @@ def on_mesh(spec: RunSpec, mesh: Mesh, prepare: Prepare | None = None) -> Number
     return Numbers(losses, norms, optimizer.gradients, parameters, validation)
 
 
-def hold_to_one_process(spec: RunSpec, prepare: Prepare | None = None, timeout: float = 120) -> None:
+def hold_to_one_process(
+    spec: RunSpec,
+    prepare: Prepare | None = None,
+    timeout: float = 120,
+    modules: LayerModules = STANDARD_MODULES,
+) -> None:
     """The layout's numbers by as many ranks as it takes, held to the reference of the same spec on a CPU."""
     world, device = spec.cluster.devices_per_node, device_type(spec)
-    every = run_ranks(world, on_ranks, spec, True, prepare, timeout=timeout, device=device)
-    assert_same(joined_stages(every), _reference(_without_layout(spec), prepare))
+    every = run_ranks(world, on_ranks, spec, True, prepare, modules, timeout=timeout, device=device)
+    assert_same(joined_stages(every), _reference(_without_layout(spec), prepare, modules))
 
 
 @lru_cache(maxsize=64)
-def _reference(spec: RunSpec, prepare: Prepare | None) -> Numbers:
+def _reference(spec: RunSpec, prepare: Prepare | None, modules: LayerModules) -> Numbers:
     """The one process of many layouts, computed once: it costs as much as a rank."""
-    return run_ranks(1, one_process, spec, prepare)[0] if spec.platform.chip != "cpu" else one_process(spec, prepare)
+    if spec.platform.chip != "cpu":
+        return run_ranks(1, one_process, spec, prepare, modules)[0]
+    return one_process(spec, prepare, modules)
 
 
 def _without_layout(spec: RunSpec) -> RunSpec:

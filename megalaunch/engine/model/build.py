@@ -16,6 +16,7 @@ from megalaunch.engine.model.config import (
     RopeConfig,
 )
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
@@ -32,6 +33,7 @@ def build_decoder(
     block_dtype: torch.dtype | None = None,
     dispatcher: TokenDispatcher | None = None,
     balancing: Balancing = ONE_RANK,
+    modules: LayerModules = STANDARD_MODULES,
 ) -> Decoder:
     """Build the decoder of a resolved model section on the default device (usually meta).
 
@@ -42,8 +44,9 @@ def build_decoder(
         block_dtype: as `Decoder`'s.
         dispatcher: as `Decoder`'s.
         balancing: as `Decoder`'s.
+        modules: as `Decoder`'s.
     """
-    return Decoder(make_decoder_config(model), tp_region, context, block_dtype, dispatcher, balancing)
+    return Decoder(make_decoder_config(model), tp_region, context, block_dtype, dispatcher, balancing, modules)
 
 
 def make_decoder_config(model: ModelSpec) -> DecoderConfig:

@@ -17,8 +17,9 @@ from megalaunch.engine.model.attention.attention import KVCache
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
 from megalaunch.engine.model.attention.score_mod import AttentionFn, softcap
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
-from megalaunch.engine.model.decoder_layer import DecoderLayer
+from megalaunch.engine.model.decoder_layer import make_block
 from megalaunch.engine.model.dropout import DropoutMasks, make_dropout_masks, maybe_dropout, no_dropout
+from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
 from megalaunch.engine.model.layers import Embedding, Norm, SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
@@ -26,6 +27,7 @@ from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.multi_token import MeetInOneNode, MultiTokenDepth
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
 from megalaunch.engine.precision.amax_history import AmaxHistories
 from megalaunch.plan.parameters import vocabulary_rows
@@ -53,6 +55,7 @@ class Decoder(nn.Module):
         block_dtype: The dtype of the blocks if the residual stream is fp32; None: the stream has the blocks' dtype.
         dispatcher: Brings tokens to their experts; None: this rank holds all experts.
         balancing: What the losses of routers depend on besides their tokens.
+        modules: The modules of a layer that replace the standard ones.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Decoder(nn.Module):
         block_dtype: torch.dtype | None = None,
         dispatcher: TokenDispatcher | None = None,
         balancing: Balancing = ONE_RANK,
+        modules: LayerModules = STANDARD_MODULES,
     ) -> None:
         super().__init__()
         self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, block_dtype
@@ -74,7 +78,7 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleDict(
             {
-                str(index): DecoderLayer(config, layer, tp_region, dispatcher, balancing)
+                str(index): make_block(config, layer, modules, tp_region, dispatcher, balancing)
                 for index, layer in enumerate(config.layers)
             }
         )
@@ -84,7 +88,7 @@ class Decoder(nn.Module):
         self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
         self.mtp = nn.ModuleDict(
             {
-                str(depth): MultiTokenDepth(config, layer, tp_region, dispatcher, balancing)
+                str(depth): MultiTokenDepth(config, layer, tp_region, dispatcher, balancing, modules)
                 for depth, layer in enumerate(config.mtp_layers)
             }
         )
@@ -100,7 +104,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     @property
-    def all_layers(self) -> dict[str, DecoderLayer]:
+    def all_layers(self) -> dict[str, TransformerBlock]:
         """The layers, then those of MTP depths, by their index in `plan.layers.list_layers`."""
         depths = ((self.config.num_layers + int(depth), module.layer) for depth, module in self.mtp.items())
         numbered = {str(index): layer for index, layer in depths}

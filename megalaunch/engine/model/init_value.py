@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.counter_rng import Range, fill_normal
+from megalaunch.engine.model.param_init import ParamInit
 
 # Projections that add to the residual stream: std is divided by sqrt(2 * num_layers) (GPT-2, Megatron).
 _RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight", "experts.down_proj.weight")
@@ -25,7 +26,13 @@ def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -
 
 
 def init_slice(
-    own: Tensor, part: Sequence[Range], name: str, shape: torch.Size, config: DecoderConfig, seed: int
+    own: Tensor,
+    part: Sequence[Range],
+    name: str,
+    shape: torch.Size,
+    config: DecoderConfig,
+    seed: int,
+    declared: ParamInit | None = None,
 ) -> None:
     """Initialise a slice of a parameter in place.
 
@@ -36,7 +43,15 @@ def init_slice(
         shape: Global shape of the parameter.
         config: Of the model.
         seed: `train.seed`.
+        declared: What the parameter's module declares; None: the rule of the decoder's own parameters.
     """
+    if declared is not None:
+        if declared.std:
+            fill_normal(own, part, shape, f"{seed}:{name}", declared.std)
+            own += declared.mean
+        else:
+            own.fill_(declared.mean)
+        return
     is_bias = name.endswith(".bias")  # of experts: [E, F]
     if is_bias or (len(shape) == 1 and not name.endswith(_SINKS)):
         own.fill_(0.0 if is_bias or config.norm.zero_centered_gamma else 1.0)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.score_mod import AttentionFn
 from megalaunch.engine.model.config import DecoderConfig, LayerConfig
-from megalaunch.engine.model.decoder_layer import DecoderLayer
+from megalaunch.engine.model.decoder_layer import make_block
 from megalaunch.engine.model.dropout import LayerDropoutMasks
+from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
 from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
@@ -57,13 +58,14 @@ class MultiTokenDepth(nn.Module):
         tp_region: TPRegion,
         dispatcher: TokenDispatcher | None = None,
         balancing: Balancing = ONE_RANK,
+        modules: LayerModules = STANDARD_MODULES,
     ) -> None:
         super().__init__()
         width = config.hidden_size
         self.embedding_norm = Norm(width, config.norm)
         self.hidden_norm = Norm(width, config.norm)
         self.projection = Linear(2 * width, width, REPLICATED)
-        self.layer = DecoderLayer(config, layer, tp_region, dispatcher, balancing)
+        self.layer = make_block(config, layer, modules, tp_region, dispatcher, balancing)
         self.norm = Norm(width, config.norm)
 
     def forward(

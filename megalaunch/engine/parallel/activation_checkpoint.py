@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megalaunch.engine.model.attention.latent_attention import LatentAttention
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
+from megalaunch.engine.model.layer_modules import FeedForwardModule
 from megalaunch.engine.model.layers import Norm, Output, SavePolicy
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
@@ -46,6 +47,11 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
             layer.save_policy = Checkpoint(observer)
     elif settings.granularity == "selective":
         for layer in layers[settings.cpu_offloading_num_layers :]:  # the layers before it offload their activations
+            if not isinstance(layer, DecoderLayer):
+                raise TypeError(
+                    f"recompute.granularity=selective names modules of DecoderLayer, and {type(layer).__name__} is "
+                    "another block: use recompute.granularity=full"
+                )
             _apply_selective(layer, settings.modules, observer)
 
 
@@ -63,7 +69,7 @@ def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], 
             if isinstance(module, Norm):
                 module.save_policy = discarding.discard_output
     block = layer.mlp
-    if ("mlp" if isinstance(block, MLP) else "moe") in modules:
+    if ("mlp" if layer.moe_layer is None else "moe") in modules:
         block.save_policy = discarding.checkpoint
     else:
         _apply_to_parts(block, modules, discarding)
@@ -71,7 +77,7 @@ def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], 
 
 
 def _apply_to_parts(
-    block: MLP | MoELayer, modules: Collection[RecomputeModule], discarding: OutputDiscardingCheckpoint
+    block: FeedForwardModule, modules: Collection[RecomputeModule], discarding: OutputDiscardingCheckpoint
 ) -> None:
     """Checkpoint modules inside of a feed-forward block: activations, shared experts."""
     recomputed: nn.Module | None = None

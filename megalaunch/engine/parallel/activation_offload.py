@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.layers import Output, SavePolicy
+from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.torch_private import storage_id, tree_leaves
@@ -159,11 +159,11 @@ def apply_offload(model: Decoder, count: int, offload: Offload = offload_tensor)
     current = _ForwardPass()
     layers = list(model.layers.values())
     for number, layer in enumerate(layers[:count]):
-        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer, TransformerBlock)
         layer.save_policy = _OffloadPolicy(layer, layer.save_policy, current, number == 0, offload)
     if count and count < len(layers):
         following = layers[count]
-        assert isinstance(following, DecoderLayer)
+        assert isinstance(following, TransformerBlock)
         following.save_policy = _PrefetchPolicy(following.save_policy, current)
 
 
@@ -178,7 +178,7 @@ class _ForwardPass:
 class _OffloadPolicy:
     """`SavePolicy` of a layer whose activations are offloaded; `inner` is the policy that it had."""
 
-    layer: DecoderLayer
+    layer: TransformerBlock
     inner: SavePolicy
     current: _ForwardPass
     first: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.moe.moe_layer import MoELayer
+from megalaunch.engine.model.decoder_layer import DecoderLayer
 
 BACKEND = "inductor"
 
@@ -22,9 +22,9 @@ def compile_layers(model: Decoder, eager_attention: bool) -> None:
             compute, and compile anew for other documents.
     """
     for layer in model.all_layers.values():
-        if isinstance(layer.mlp, MoELayer):
-            layer.mlp.save_policy = torch.compiler.disable(layer.mlp.save_policy)  # type: ignore[no-untyped-call]
-        if eager_attention:
+        if (moe := layer.moe_layer) is not None:
+            moe.save_policy = torch.compiler.disable(moe.save_policy)  # type: ignore[no-untyped-call]
+        if eager_attention and isinstance(layer, DecoderLayer):
             policy = layer.attention.core_save_policy
             layer.attention.core_save_policy = torch.compiler.disable(policy)  # type: ignore[no-untyped-call]
         layer.compile(backend=BACKEND)

@@ -17,7 +17,7 @@ from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.model.moe.moe_layer import MoELayer
+from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.param_layout import ParamLayout
 from megalaunch.engine.precision.amax_history import AmaxHistories, LayerAmax
 from megalaunch.engine.precision.float8 import Float8Matmuls, LinearDim, operand_dtypes
@@ -82,7 +82,8 @@ def _float8_linears(model: Decoder, settings: Float8Spec) -> Iterator[tuple[str,
     total = model.config.num_layers
     for name, layer in model.layers.items():
         if settings.first_layers_bf16 <= int(name) < total - settings.last_layers_bf16:
-            gate = layer.mlp.shared_expert_gate if isinstance(layer.mlp, MoELayer) else None
+            assert isinstance(layer, TransformerBlock)
+            gate = None if layer.moe_layer is None else layer.moe_layer.shared_expert_gate
             for inner, module in layer.named_modules():
                 if isinstance(module, Linear) and module is not gate:
                     yield f"layers.{name}.{inner}", module

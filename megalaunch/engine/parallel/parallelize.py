@@ -13,6 +13,7 @@ from megalaunch.engine.model.attention.core import ContextParallelism, NoContext
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.balancing import Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
@@ -63,7 +64,11 @@ READERS = TensorReaders()
 
 
 def parallelize_decoder(
-    spec: RunSpec, mesh: Mesh, observer: StepObserver = NO_OBSERVER, readers: TensorReaders = READERS
+    spec: RunSpec,
+    mesh: Mesh,
+    observer: StepObserver = NO_OBSERVER,
+    readers: TensorReaders = READERS,
+    modules: LayerModules = STANDARD_MODULES,
 ) -> ModelParts:
     """Build this rank's pipeline stages on meta and apply all parallelism to them. `materialize` comes next.
 
@@ -93,16 +98,17 @@ def parallelize_decoder(
         mesh: The device mesh.
         observer: Gets the phases of recomputation.
         readers: Functions that read values or device memory, for a simulation to replace.
+        modules: The modules of a layer that replace the standard ones.
     """
     tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh, readers)
     dispatcher = _make_dispatcher(spec, mesh, readers)
-    balancing = _make_balancing(spec, mesh, tp_region, context)
+    balancing, dtype = _make_balancing(spec, mesh, tp_region, context), block_dtype(spec.precision)
     parts = []
     for stage in build_stages(spec):
         if stage.rank != mesh.pp.rank:
             continue
         with torch.device("meta"):
-            part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision), dispatcher, balancing)
+            part = build_decoder(spec.model, tp_region, context, dtype, dispatcher, balancing, modules)
         prune_to_stage(part, stage)
         _set_dtype(part, main_params_dtype(spec.precision))
         shard_model_params(part, mesh.world_mesh["tp"])
@@ -145,9 +151,9 @@ def initialize_weights(model: ModelParts, mesh: Mesh, seed: int) -> None:
     broadcast_embedding(model, mesh)
 
 
-def build_sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
+def build_sharded_model(spec: RunSpec, mesh: Mesh, modules: LayerModules = STANDARD_MODULES) -> ModelParts:
     """Parallelize, materialize and initialize the model of a run. Collective."""
-    model = parallelize_decoder(spec, mesh)
+    model = parallelize_decoder(spec, mesh, modules=modules)
     materialize(model, mesh)
     initialize_weights(model, mesh, spec.train.seed)
     return model

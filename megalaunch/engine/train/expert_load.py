@@ -63,5 +63,5 @@ def _moe_blocks(model: ModelParts) -> Iterator[tuple[str, MoELayer]]:
     """Yield this rank's layers with experts, by their names."""
     for part in model.parts:
         for name, layer in part.all_layers.items():
-            if isinstance(layer.mlp, MoELayer):
-                yield name, layer.mlp
+            if layer.moe_layer is not None:
+                yield name, layer.moe_layer

@@ -32,7 +32,6 @@ from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.parallel.fsdp import reduce_grads_if_due, reshard, set_grad_sync
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
@@ -223,8 +222,8 @@ def _set_router_microbatches(parts: Sequence[Decoder], count: int) -> None:
 def _routers(parts: Sequence[Decoder]) -> Iterator[tuple[Router, torch.device]]:
     for part in parts:
         for layer in part.all_layers.values():
-            if isinstance(layer.mlp, MoELayer):
-                yield layer.mlp.router, part.device
+            if layer.moe_layer is not None:
+                yield layer.moe_layer.router, part.device
 
 
 def _dropout_seeds(model: Decoder, seed: int, samples: Sequence[int]) -> Tensor | None:
