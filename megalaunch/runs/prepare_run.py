@@ -191,24 +191,16 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
 
 
 def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
-    """Set the prepared paths in the spec, and vocab_size where it is not given."""
-    from megalaunch.data.prepare import data_overrides
+    """Set what was prepared in the spec; end the command if the vocabulary that was given is too small."""
     from megalaunch.runs.errors import fail
-    from megalaunch.schema import with_values
+    from megalaunch.runs.prepared_data import apply_prepared
 
-    spec = planned.spec
-    values = data_overrides(prepared)
     origin = planned.composition.origins.get("model.vocab_size")
     given = origin is not None and origin.kind != "default" and not origin.open
-    size = spec.model.vocab_size
-    if not given or size is None:
-        values["model.vocab_size"] = prepared.vocab_size
-    elif size < prepared.vocab_size:
-        fail(
-            f"model.vocab_size={size} is smaller than the tokenizer's {prepared.vocab_size}\n"
-            f"fix:  model.vocab_size={prepared.vocab_size}, or leave it out"
-        )
-    return with_values(spec, values)
+    try:
+        return apply_prepared(planned.spec, prepared, planned.spec.model.vocab_size if given else None)
+    except ValueError as error:
+        fail(str(error))
 
 
 def refuse_directory(error: RunDirectoryError) -> NoReturn:

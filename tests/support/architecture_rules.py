@@ -69,6 +69,7 @@ ARROWS = {
         "engine.api",
     ),
     "__main__": ("cli",),
+    "nn": ("engine",),
 }
 
 # Files with private names of torch: all of them, those that override private methods, those read without an import.
@@ -97,7 +98,7 @@ ENGINE_FLOORS = (
     ("train", "inference"),
     ("run_rank", "simulate", "inference.perplexity"),
     ("inference.jobs", "lm_eval_adapter"),
-    ("train_rank", "inference_rank"),
+    ("train_rank", "inference_rank", "library"),
     ("api", "worker"),
     ("inference_worker",),
 )
@@ -233,6 +234,8 @@ def wrong_arrows(tree: Tree) -> Iterator[str]:
         for entry in module.imports:
             name = tree.ours(entry.target)
             if not name or name.partition(".")[0] == module.room:
+                continue
+            if not module.name and entry.typing_only:  # the public names, which are imported when first used
                 continue
             where = f"{module.path}:{entry.line}"
             if not _within(name, ARROWS.get(_longest_prefix(module.name, ARROWS) or "", ())):

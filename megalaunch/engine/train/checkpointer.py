@@ -253,11 +253,24 @@ def save_run(
         files[TOKENIZER_FILE] = directory.tokenizer
     if directory.origin.is_dir():
         files |= {path.name: path for path in sorted(directory.origin.iterdir())}
+    save_state(target, spec.model, tensors, position, files, wrote, async_context)
+    return target
+
+
+def save_state(
+    target: Path,
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    position: TrainProgress,
+    files: Mapping[str, Path],
+    wrote: Callable[[int, int], None] = lambda done, total: None,
+    async_context: AsyncSaveContext | None = None,
+) -> None:
+    """Save the training state as the checkpoint `target`; arguments as `save_run`'s and `save_checkpoint`'s."""
     documents = {POSITION: position.to_document()}
     copies, group = (async_context.copies, async_context.group) if async_context else (None, None)
-    shapes = _saved_shapes(tensors, spec.model)
+    shapes = _saved_shapes(tensors, spec)
     save_checkpoint(target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote)
-    return target
 
 
 def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: Optimizer) -> TrainProgress:

@@ -101,6 +101,14 @@ class StepBatch:
     problem: RankError | None = None
     data_time: float = 0.0
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
+        """Return a copy with `change` applied to every tensor."""
+        return replace(self, microbatches=tuple(microbatch.map(change) for microbatch in self.microbatches))
+
+    def to(self, device: torch.device) -> StepBatch:
+        """Return a copy on a device; pinned memory is copied while the host goes on."""
+        return self.map(lambda part: part.to(device, non_blocking=True))
+
 
 @dataclass(frozen=True)
 class BatchSampler:
@@ -191,10 +199,7 @@ class PrefetchingDataLoader:
                 self._ahead[number] = self._reader.submit(self._read, number)
         batch = self._result(step)
         waited = time.perf_counter() - started
-        on_device = tuple(
-            microbatch.map(lambda part: part.to(self._device, non_blocking=True)) for microbatch in batch.microbatches
-        )
-        return replace(batch, microbatches=on_device, data_time=waited)
+        return replace(batch.to(self._device), data_time=waited)
 
     def close(self) -> None:
         """Stop reading ahead and end the thread."""
@@ -217,15 +222,27 @@ class PrefetchingDataLoader:
         except (DataError, OSError) as error:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=RankError(ExitCode.DATA, reason))
-        microbatches = tuple(
-            shard_for_context_parallel(collate(group, self._mtp_depths), self._sampler.context, self._sampler.by_length)
-            for group in groups
-        )
-        if platform_of(self._device).pins_host_memory:
-            microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
-        counts = torch.stack([(m.all_labels != IGNORE_INDEX).sum((0, 2)) for m in microbatches]).sum(0)
-        valid, *mtp_valid = counts.tolist()
-        return StepBatch(indices, microbatches, valid, tuple(mtp_valid))
+        batch = make_step_batch(self._sampler, indices, groups, self._mtp_depths)
+        return batch.map(Tensor.pin_memory) if platform_of(self._device).pins_host_memory else batch
+
+
+def make_step_batch(
+    sampler: BatchSampler, indices: tuple[range, ...], groups: Sequence[Sequence[Sample]], mtp_depths: int = 0
+) -> StepBatch:
+    """Collate one rank's samples of a step on the CPU.
+
+    Args:
+        sampler: Says how the sequence of each sample is sharded.
+        indices: Sample indices of each microbatch.
+        groups: The samples of each microbatch.
+        mtp_depths: Number of MTP depths.
+    """
+    microbatches = tuple(
+        shard_for_context_parallel(collate(group, mtp_depths), sampler.context, sampler.by_length) for group in groups
+    )
+    counts = torch.stack([(m.all_labels != IGNORE_INDEX).sum((0, 2)) for m in microbatches]).sum(0)
+    valid, *mtp_valid = counts.tolist()
+    return StepBatch(indices, microbatches, valid, tuple(mtp_valid))
 
 
 def collate(samples: Sequence[Sample], mtp_depths: int = 0) -> MicroBatch:

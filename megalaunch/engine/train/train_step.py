@@ -79,6 +79,7 @@ class _NonFiniteRank:
 class TrainStep:
     """The training step: valid token count, forward and backward, gradient reduction, clipping and update.
 
+    `samples` describes the samples of a loss that is not finite; None: they are named by their index.
     `observer` gets the forward and backward passes as the phase "forward"; backward passes report themselves.
     `updates` is the state that a resumed run goes on with.
     """
@@ -90,7 +91,7 @@ class TrainStep:
         model: ModelParts,
         forward_backward: ForwardBackward,
         optimizer: Optimizer,
-        samples: Dataset,
+        samples: Dataset | None = None,
         observer: StepObserver = NO_OBSERVER,
         updates: UpdateState | None = None,
     ) -> None:
@@ -99,7 +100,7 @@ class TrainStep:
         self._updates = (updates or UpdateState()).with_scale(spec.precision)
 
     def run(
-        self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
+        self, step: int, batch: StepBatch, received: signal.Signals | None = None, problem: RankError | None = None
     ) -> StepResult:
         """Run one step. Collective.
 
@@ -191,7 +192,7 @@ class TrainStep:
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
         bad = bad if self._mesh.is_loss_rank else []
         mine = _NonFiniteRank(
-            self._mesh.rank, [self._samples.describe(index) for index in bad], first_non_finite_router(self._model)
+            self._mesh.rank, [self._describe(index) for index in bad], first_non_finite_router(self._model)
         )
         ranks = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank)]
         message = self._non_finite_message(step, [found for found in ranks if found.samples], stats)
@@ -201,6 +202,9 @@ class TrainStep:
             step - 1,
             {"ranks": [asdict(found) for found in ranks if found.samples or found.router_layer is not None]},
         )
+
+    def _describe(self, index: int) -> str:
+        return f"sample {index}" if self._samples is None else self._samples.describe(index)
 
     def _router_message(self, ranks: list[_NonFiniteRank]) -> str:
         """Name the first layer whose router was not finite: layers before it were."""

@@ -1,0 +1,50 @@
+"""Run specs for library users: composed and resolved as `megalaunch train` does it, without its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megalaunch.plan.resolve import resolve as resolve_on
+from megalaunch.platform.detect import detect_machine
+from megalaunch.runs.prepared_data import apply_prepared
+from megalaunch.schema import RunSpec
+
+
+def compose(overrides: Sequence[str] = ()) -> RunSpec:
+    """Compose overrides, such as `recipe=tiny parallel=tp2`, to a run spec, and derive its open values.
+
+    Args:
+        overrides: As on the command line of `megalaunch train`.
+
+    Returns:
+        The spec; values that cannot be derived stay None. `check` says which are missing, `prepare_data` sets
+        `model.vocab_size`.
+
+    Raises:
+        ConfigError: It lists every problem of the overrides and of the files that they name.
+    """
+    from megalaunch.config.compose import compose as composed  # Hydra is only for specs that are composed
+
+    composition = composed(overrides)
+    return resolve_on(composition.spec, detect_machine(), composition.choices.get("recipe")).spec
+
+
+def resolve(spec: RunSpec) -> RunSpec:
+    """Derive the open values (None or "auto") of a spec that was built by hand, for this machine."""
+    return resolve_on(spec, detect_machine(), None).spec
+
+
+def prepare_data(spec: RunSpec, report: Callable[[str], None] = lambda line: None) -> RunSpec:
+    """Prepare the training data of a spec, or find it in the cache; return the spec with its files and vocabulary.
+
+    Args:
+        spec: A resolved spec.
+        report: Called with a line before each step that takes time.
+
+    Raises:
+        DataError: The data or the tokenizer cannot be used.
+        ValueError: `model.vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    from megalaunch.data.prepare import prepare
+
+    return apply_prepared(spec, prepare(spec.data, spec.tokenizer, report), spec.model.vocab_size)
