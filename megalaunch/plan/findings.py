@@ -21,6 +21,10 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Every override and every line of a file is a key of the schema with a value of its type.",
             "Composition reports it before any rule runs.",
         ),
+        "checkpoint.branch_from": (
+            "checkpoint.branch_from names a checkpoint on this machine, of a step before the run's last one.",
+            "RUN@STEP, RUN (its newest) or a path; a run that has a checkpoint of its own no longer needs it.",
+        ),
         "data.corpus_exists": (
             "The corpus or the conversations are readable on this machine and not empty.",
             "A file, a folder or a glob with at least one byte of text; checked before data is prepared.",

@@ -47,8 +47,8 @@ CHANGEABLE = (
 _PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
 """Keys that the launcher sets when it prepares data.corpus or data.sft_data; it makes their paths absolute."""
 
-_BEGINNING = "checkpoint.load_pretrained"
-"""The weights that a run began with: the only key of section checkpoint that a rerun may not change."""
+_BEGINNINGS = ("checkpoint.load_pretrained", "checkpoint.branch_from")
+"""What a run began with: the only keys of section checkpoint that a rerun may not change."""
 
 _BLENDS = ("data.blend", "data.validation_blend")
 """Keys whose entries the launcher makes absolute."""
@@ -61,7 +61,7 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
     """
     findings = []
     for path, now, before in differences(new, stored):
-        if path == _BEGINNING and _same_path(now, before):
+        if path in _BEGINNINGS and _same_path(now, before):
             continue
         if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, path, now, before)):
             continue
@@ -100,7 +100,7 @@ def differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]
 
 
 def _changeable(path: str) -> bool:
-    return path != _BEGINNING and any(
+    return path not in _BEGINNINGS and any(
         path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE
     )
 

@@ -56,6 +56,7 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.branch import pin_branch
     from megalaunch.runs.errors import fail, refuse
     from megalaunch.runs.several_nodes import start_of
     from megalaunch.schema import SpecError
@@ -77,7 +78,7 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
         fail(f"{error}\nfix:  name another run.directory")
     if state.stored is not None:
         resolution = resolve(composition.spec, machine, recipe, state.stored)
-        spec = resolution.spec
+    spec = pin_branch(resolution.spec, state.stored)
     try:
         start = start_of(spec, machine.allocation) if starts else "hand"
         planned = PreparedRun(
@@ -97,6 +98,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     from megalaunch.plan.resolve import machine_mismatch
     from megalaunch.plan.resume_compatibility import compatible_changes, incompatible_changes
     from megalaunch.plan.topology import Topology
+    from megalaunch.runs.branch import check_branch
     from megalaunch.runs.corpus_check import check_corpus
     from megalaunch.runs.errors import refuse
     from megalaunch.runs.missing_devices import MISSING, refusal_text
@@ -110,6 +112,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     if planned.decision.action != "report":
         findings += check_corpus(spec, planned.composition.origins)
     findings += problems_as_findings(planned.composition.repeated, "warning")
+    findings += check_branch(spec, begun=bool(planned.state.checkpoints))
     if on_this_machine:
         findings += machine_mismatch(spec, planned.machine)
     if starts:

@@ -14,6 +14,11 @@ class CheckpointSpec:
     load_pretrained: str | None = setting(
         None, "Initial weights of a new run: a Hugging Face folder, a checkpoint or a run directory."
     )
+    branch_from: str | None = setting(
+        None,
+        "Checkpoint of another run with which a new run continues, optimizer and step included: RUN@STEP, RUN (its "
+        "newest) or the checkpoint's path.",
+    )
     interval: int = setting(0, "Steps between checkpoints; 0: only when the run ends or stops.", "steps", minimum=0)
     keep_last: int = setting(2, "Number of newest checkpoints to retain; 0: all.", minimum=0)
     keep_every: int = setting(

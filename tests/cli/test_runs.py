@@ -148,9 +148,10 @@ def test_cleaning_keeps_the_newest_complete_checkpoint(saved: RunDirectory):
     assert call("clean", saved.root, "--only-newest", "--yes").stdout == "There is nothing to remove.\n"
 
 
-def test_cleaning_keeps_a_checkpoint_from_which_another_run_began(saved: RunDirectory):
+@pytest.mark.parametrize("key", ["checkpoint.load_pretrained", "checkpoint.branch_from"])
+def test_cleaning_keeps_a_checkpoint_from_which_another_run_began(saved: RunDirectory, key: str):
     beginning = str(saved.checkpoint(10))
-    plain_run(saved.root.with_name("follower"), 3, **{"checkpoint.load_pretrained": beginning})
+    plain_run(saved.root.with_name("follower"), 3, **{key: beginning})
     call("clean", saved.root.parent, "--yes")
     assert left(saved) == ["step_00000010", "step_00000020", "step_00000030", "step_00000040"]
     call("clean", saved.root.parent, "--keep", 2, "--yes")

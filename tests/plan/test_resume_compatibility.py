@@ -140,8 +140,8 @@ def test_stored_horizons_come_back():
         ("weights", "./weights", True),
     ],
 )
-def test_the_weights_that_a_run_began_with_stay(before, now, same):
-    key = "checkpoint.load_pretrained"
+@pytest.mark.parametrize("key", ["checkpoint.load_pretrained", "checkpoint.branch_from"])
+def test_what_a_run_began_with_stays(key, before, now, same):
     then = with_values(stored(), {key: before})
     again = with_values(stored(), {key: now})
     found = incompatible_changes(again, then)

@@ -20,6 +20,14 @@ Rehearse = Annotated[
         help="Play the run with small sizes on this machine's CPUs: train, resume, reshard, export, generate.",
     ),
 ]
+BranchFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN[@STEP]",
+        help="Start a new run with a checkpoint of another run, optimizer and step included (checkpoint.branch_from).",
+    ),
+]
 RehearsalDirectory = Annotated[
     Path | None,
     typer.Option("--run-dir", metavar="DIR", help="With --rehearse: a new directory, kept (default: a temporary one)."),
@@ -44,6 +52,7 @@ def train(
     config_dir: ConfigDirs = None,
     cfg: Cfg = None,
     info: Info = None,
+    branch_from: BranchFrom = None,
     rehearse: Rehearse = False,
     run_dir: RehearsalDirectory = None,
 ) -> None:
@@ -52,10 +61,13 @@ def train(
     Run the same command again to continue. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.
     """
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
+    from megalaunch.plan.findings import as_override
     from megalaunch.runs.prepare_run import prepare_run
     from megalaunch.runs.train import print_commands, require_training_packages, train_run
 
     typed = with_config_dirs(overrides, config_dir)
+    if branch_from is not None:
+        typed = [*typed, f"checkpoint.branch_from={as_override(branch_from)}"]
     if show_composition(typed, cfg, info):
         return
     if multirun:

@@ -71,9 +71,7 @@ def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
     if is_huggingface(source):
         return HuggingFaceWeights(HuggingFaceFolder(source))
     if (source / MANIFEST).exists():
-        problems = verify_checkpoint(source)
-        if problems:
-            raise CheckpointError(f"the checkpoint {source} is damaged: {'; '.join(problems)}")
+        require_valid(source)
         return StoredWeights(source)
     checkpoints = RunDirectory(source).checkpoints
     found = _newest(checkpoints) if checkpoints.is_dir() else None
@@ -83,6 +81,13 @@ def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
             "with a valid checkpoint"
         )
     return StoredWeights(found)
+
+
+def require_valid(checkpoint: Path) -> None:
+    """Raise CheckpointError that lists the problems of a damaged checkpoint."""
+    problems = verify_checkpoint(checkpoint)
+    if problems:
+        raise CheckpointError(f"the checkpoint {checkpoint} is damaged: {'; '.join(problems)}")
 
 
 def _newest(checkpoints: Path) -> Path | None:

@@ -14,7 +14,7 @@ from megalaunch.data.samples.build_datasets import build_train_dataset, build_va
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
-from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, save_source_files
+from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, require_valid, save_source_files
 from megalaunch.engine.checkpoint.retention import remove_leftovers, require_never_saved
 from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
@@ -140,6 +140,8 @@ class Trainer:
             self._progress = restore_run(found, self._spec.model, self._state.model, self._state.optimizer)
             broadcast_embedding(self._state.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
+        elif self._spec.checkpoint.branch_from is not None:
+            self._branch_from(Path(self._spec.checkpoint.branch_from))
         else:
             self._load_initial_weights()
         num_tokens = run_on_rank0(partial(true_vocab_size, self._directory, self._spec))
@@ -147,6 +149,16 @@ class Trainer:
         self._record.truncate_metrics_after(self.step)
         self._record.report_logging_gap(self.step)
         self._validated_step = run_on_rank0(self._record.last_validation)
+
+    def _branch_from(self, source: Path) -> None:
+        """Load the training state of another run. Raises CheckpointError on every rank if it is damaged or another."""
+        self._record.phase("loading")
+        run_on_rank0(partial(require_valid, source))
+        num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
+        save_source_files(source, self._directory, num_tokens)
+        self._progress = restore_run(source, self._spec.model, self._state.model, self._state.optimizer)
+        broadcast_embedding(self._state.model, self._mesh)
+        self._record.event("resumed", step=self.step, checkpoint=str(source))
 
     def _load_initial_weights(self) -> None:
         """Load `checkpoint.load_pretrained` if it is set, else initialize the weights from `train.seed`."""

@@ -40,6 +40,18 @@ def load_pretrained(at: RuleContext) -> Iterator[Violation]:
         )
 
 
+@rule("checkpoint.one_beginning", "checkpoint.load_pretrained and checkpoint.branch_from are not both set.")
+def one_beginning(at: RuleContext) -> Iterator[Violation]:
+    """A run begins with pretrained weights at step 0, or with the training state of another run."""
+    checkpoint = at.spec.checkpoint
+    if checkpoint.load_pretrained is not None and checkpoint.branch_from is not None:
+        yield Violation(
+            "checkpoint.branch_from",
+            "a run begins with weights (load_pretrained) or with the training state of a run (branch_from), not both",
+            fixes=({"checkpoint.load_pretrained": None}, {"checkpoint.branch_from": None}),
+        )
+
+
 @rule("checkpoint.keep_by_interval", "checkpoint.keep_every is a multiple of checkpoint.interval.")
 def keep_by_interval(at: RuleContext) -> Iterator[Violation]:
     """Only checkpoints that are written can be retained."""

@@ -126,6 +126,7 @@ _PATHS = (
     "data.cache_directory",
     "tokenizer.path",
     "checkpoint.load_pretrained",
+    "checkpoint.branch_from",
     "run.directory",
 )
 

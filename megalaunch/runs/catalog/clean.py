@@ -50,13 +50,15 @@ class RunCleaning:
 def plan_cleaning(runs: Sequence[RunDirectory], rules: CleaningRules) -> list[RunCleaning]:
     """Return what the rules remove from each run; changes nothing.
 
-    A checkpoint from which another of the runs began (checkpoint.load_pretrained) is kept.
+    A checkpoint from which another of the runs began (checkpoint.load_pretrained, checkpoint.branch_from) is kept.
     """
     specs = [_read_spec(run) for run in runs]
     beginnings = {
-        Path(spec.checkpoint.load_pretrained).resolve()
+        Path(beginning).resolve()
         for spec in specs
-        if spec is not None and spec.checkpoint.load_pretrained
+        if spec is not None
+        for beginning in (spec.checkpoint.load_pretrained, spec.checkpoint.branch_from)
+        if beginning
     }
     cleanings = []
     for run, spec in zip(runs, specs, strict=True):

@@ -121,6 +121,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "checkpoint.keep_last": 0,
         "checkpoint.keep_every": 0,
         "checkpoint.load_pretrained": None,
+        "checkpoint.branch_from": None,
         "logging.log_interval": 1,
         "logging.profile": None,
         "logging.profile_ranks": (0,),

@@ -216,6 +216,9 @@ RECOMPUTE = {
 CHECKPOINT = {
     "checkpoint.idle": Case("checkpoint.interval=0 checkpoint.async_save=true", "checkpoint.async_save=true"),
     "checkpoint.load_pretrained": Case("checkpoint.load_pretrained=nowhere", "checkpoint.load_pretrained=null"),
+    "checkpoint.one_beginning": Case(
+        "checkpoint.load_pretrained=x checkpoint.branch_from=y", "checkpoint.load_pretrained=x"
+    ),
     "checkpoint.keep_by_interval": Case("checkpoint.keep_every=15", "checkpoint.keep_every=20"),
     "checkpoint.keep_within_run": Case("checkpoint.keep_every=30", "checkpoint.keep_every=20"),
     "checkpoint.within_run": Case(
