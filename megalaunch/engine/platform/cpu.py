@@ -37,24 +37,8 @@ class CpuPlatform(Platform):
         """gloo, for tensors of every device."""
         return self.facts.process_group_backend
 
-    def manual_seed(self, seed: int) -> None:
-        """Seed the default generator, and those of accelerators."""
-        torch.manual_seed(seed)
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        """Return the state of the default generator."""
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        """Restore the state of the default generator."""
-        torch.set_rng_state(state)
-
     def synchronize(self, device: torch.device) -> None:
         """Do nothing: operators return when they are done."""
-
-    def memory_allocated(self, device: torch.device) -> int:
-        """Return the resident set size of the process (VmRSS)."""
-        return _status_bytes("VmRSS")
 
     def max_memory_allocated(self, device: torch.device) -> int:
         """Return the peak resident set size of the process (VmHWM).
@@ -62,16 +46,6 @@ class CpuPlatform(Platform):
         Not getrusage: ru_maxrss starts at the size of the parent process (Linux keeps it across exec).
         """
         return _status_bytes("VmHWM")
-
-    def max_memory_reserved(self, device: torch.device) -> int:
-        """Return the same as `max_memory_allocated`: the process holds its memory itself."""
-        return self.max_memory_allocated(device)
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """Do nothing: the peak of a process is that of its whole life."""
-
-    def empty_cache(self) -> None:
-        """Do nothing: freed memory is the C library's."""
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         """Return no dtype: what a CPU computes natively is a fact of its model (`cpu_bf16_unit`)."""

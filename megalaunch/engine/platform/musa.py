@@ -8,9 +8,4 @@ from megalaunch.engine.platform.platform import Platform
 class MusaPlatform(Platform):
     """MUSA. torch_musa's memory functions answer: its allocator is not registered with torch.accelerator."""
 
-    in_device_module = frozenset(
-        {
-            *("memory_allocated", "max_memory_allocated", "max_memory_reserved"),
-            *("reset_peak_memory_stats", "empty_cache", "current_stream", "synchronize"),
-        }
-    )
+    in_device_module = frozenset({"max_memory_allocated", "current_stream", "synchronize"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -50,14 +50,11 @@ class Platform:
             importlib.import_module(self.facts.package)
         return torch.get_device_module(self.facts.device)
 
-    def _function(self, name: str, *other_names: str) -> Callable[..., Any]:
-        """Return a function of `torch.accelerator`, else of the device's module, under the first name that exists."""
-        for where in (torch.accelerator, self.module):
-            for found in (name, *other_names):
-                function: Callable[..., Any] | None = getattr(where, found, None)
-                if function is not None and not (where is torch.accelerator and found in self.in_device_module):
-                    return function
-        raise AttributeError(f"neither torch.accelerator nor torch.{self.facts.device} has {name}")
+    def _function(self, name: str) -> Callable[..., Any]:
+        """Return a function of `torch.accelerator`, else of the device's module."""
+        if name not in self.in_device_module and hasattr(torch.accelerator, name):
+            return cast("Callable[..., Any]", getattr(torch.accelerator, name))
+        return cast("Callable[..., Any]", getattr(self.module, name))
 
     # Devices
 
@@ -82,11 +79,6 @@ class Platform:
         """Make a device the current one of this thread."""
         self.module.set_device(device)
 
-    def capability(self, device: torch.device) -> Any:
-        """Return what torch reports of the device's capabilities: supported dtypes; None if it reports nothing."""
-        report = getattr(torch.accelerator, "get_device_capability", None)
-        return None if report is None else report(device)
-
     # Process groups
 
     @property
@@ -94,22 +86,7 @@ class Platform:
         """The argument of `init_process_group`: gloo for tensors of the host, the device's own for its tensors."""
         return f"cpu:gloo,{self.facts.device}:{self.facts.process_group_backend}"
 
-    # Random numbers
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the generators of all devices."""
-        self.module.manual_seed_all(seed)
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        """Return the state of a device's generator, bytes on the host."""
-        state: torch.Tensor = self.module.get_rng_state(device)
-        return state
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        """Restore the state of a device's generator."""
-        self.module.set_rng_state(state, device)
-
-    # Streams and events
+    # Streams
 
     def make_stream(self, device: torch.device) -> torch.Stream:
         """Return a new stream, also usable as a context that makes it the current one."""
@@ -120,35 +97,15 @@ class Platform:
         stream: torch.Stream = self._function("current_stream")(device)
         return stream
 
-    def make_event(self, enable_timing: bool = False) -> torch.Event:
-        """Return a new event, which a stream records and others wait for."""
-        return torch.Event(self.facts.device, enable_timing=enable_timing)
-
     def synchronize(self, device: torch.device) -> None:
         """Wait until everything that was launched on the device is done."""
         self._function("synchronize")(device)
 
     # Memory
 
-    def memory_allocated(self, device: torch.device) -> int:
-        """Return the bytes that tensors hold on the device."""
-        return int(self._function("memory_allocated")(device))
-
     def max_memory_allocated(self, device: torch.device) -> int:
-        """Return the most bytes that tensors held on the device since the start, or the last reset."""
+        """Return the most bytes that tensors held on the device since the start."""
         return int(self._function("max_memory_allocated")(device))
-
-    def max_memory_reserved(self, device: torch.device) -> int:
-        """Return the most bytes that the allocator held on the device since the start, or the last reset."""
-        return int(self._function("max_memory_reserved")(device))
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """Start the maxima again."""
-        self._function("reset_peak_memory_stats", "reset_peak_stats")(device)
-
-    def empty_cache(self) -> None:
-        """Give the memory that the allocator holds for no tensor back to the device."""
-        self._function("empty_cache")()
 
     # Numerics
 
@@ -164,12 +121,6 @@ class Platform:
     def set_deterministic(self) -> None:
         """Select deterministic kernels, before the first matmul."""
         torch.use_deterministic_algorithms(True)
-
-    # Graphs
-
-    def make_graph(self) -> Any:
-        """Return a graph that captures kernels and replays them; raises AttributeError where torch has none."""
-        return self._function("Graph")()
 
     # Profiler
 
