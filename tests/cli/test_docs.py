@@ -21,23 +21,29 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """The files that a page shows: YAML blocks that name one, which its commands read."""
+    """The files that a page shows: blocks of YAML or JSON that name one, which its commands read."""
     text = page.read_text(encoding="utf-8")
-    return dict(re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    return dict(re.findall(r"^```(?:yaml|json) (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+def write_files(page: Path, folder: Path) -> None:
+    for name, content in files(page).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
 
 
 def commands(page: Path) -> list[list[str]]:
     """The arguments after `scripts/run` or `megalaunch` in every sh block of a page."""
     found = []
     for block in blocks(page, "sh"):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             arguments = shlex.split(line, comments=True)
             if arguments and arguments[0] in ("scripts/run", "megalaunch"):
                 found.append(arguments[1:])
     return found
 
 
-ALL_COMMANDS = sorted({tuple(arguments) for page in PAGES for arguments in commands(page)})
+ALL_COMMANDS = {tuple(arguments): page for page in reversed(PAGES) for arguments in commands(page)}
 # docs/deep-plan.md, whose figures need torch, has a test of its own (test_deep_plan.py).
 TRANSCRIPTS = sorted(
     {
@@ -66,9 +72,10 @@ def test_named_files_exist(page):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("arguments", ALL_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("arguments", sorted(ALL_COMMANDS), ids=" ".join)
 def test_commands_are_valid(arguments, tmp_path):
     """train is checked up to the launch; commands that need a trained run are held to their options only."""
+    write_files(ALL_COMMANDS[arguments], tmp_path)
     arguments = [argument for argument in arguments if argument != "--prepare-only"]
     for argument in arguments:  # texts that a page calls the reader's own
         key, _, name = argument.partition("=")
@@ -88,9 +95,7 @@ def test_commands_are_valid(arguments, tmp_path):
 
 @pytest.mark.parametrize(("page", "transcript"), TRANSCRIPTS, ids=[text.splitlines()[0] for _, text in TRANSCRIPTS])
 def test_printed_output_is_real(page, transcript, tmp_path):
-    for name, content in files(page).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+    write_files(page, tmp_path)
     command, _, printed = transcript.partition("\n")
     done = call(shlex.split(command)[2:], tmp_path)
     said = done.stdout + done.stderr

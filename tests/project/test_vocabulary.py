@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megalaunch"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # docs/dev/decisions.md quotes what was measured and decided at its time.
 DEV_PAGES = [ROOT / f"docs/dev/{name}.md" for name in ("README", "measurements", "tests")]
-GENERATED_PAGES = [ROOT / f"docs/reference/{name}.md" for name in ("configuration", "recipes", "rules")]
+GENERATED_PAGES = [ROOT / f"docs/reference/{name}.md" for name in ("commands", "configuration", "recipes", "rules")]
 PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", *DEV_PAGES, *GENERATED_PAGES]
 CODE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 DOCS = "\n".join(path.read_text() for path in PAGES)

@@ -1,0 +1,41 @@
+"""The documentation site: its navigation lists every page, and its tables name keys and messages that exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from paths import ROOT
+
+from megalaunch.config.keys import SECTIONS, schema_keys
+
+SITE = (ROOT / "scripts/site/mkdocs.yml").read_text()
+GUIDES = sorted((ROOT / "docs").glob("migrate-*.md"))
+CODE = "\n".join(path.read_text() for path in sorted((ROOT / "megalaunch").rglob("*.py")))
+TROUBLES = re.findall(r"^### `([^`]+)`", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def test_the_navigation_lists_every_page_once():
+    listed = re.findall(r": (docs/\S+\.md)$", SITE, re.MULTILINE)
+    pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_a_migration_page_names_keys_that_exist(guide):
+    rows = re.findall(r"^\| `.*?\| (.*) \|$", guide.read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    known = set(schema_keys())
+    for row in rows:
+        for key in re.findall(r"`([a-z_]+\.[a-z_.0-9]+)(?:=\w+)?`", row):
+            assert key in known or key.split(".")[0] not in SECTIONS, key
+
+
+@pytest.mark.parametrize("message", TROUBLES)
+def test_a_message_of_troubleshooting_is_printed_by_the_code(message):
+    assert message in CODE
+
+
+def test_there_are_guides_and_messages():
+    assert len(GUIDES) == 3
+    assert len(TROUBLES) >= 12
