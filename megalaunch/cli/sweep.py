@@ -81,8 +81,8 @@ def sweep(
         if not planned.runnable:
             raise typer.Exit(2)
         return
+    from megalaunch.runs.required_packages import require_training_packages
     from megalaunch.runs.sweep.run import run_sweep
-    from megalaunch.runs.train import require_training_packages
 
     require_training_packages()
     raise typer.Exit(int(run_sweep(plan_sweep(request, starts=True), as_json)))

@@ -30,7 +30,8 @@ def found_cluster(spec: RunSpec, machine: Machine) -> Derived:
     cluster, allocation = spec.cluster, machine.allocation
     chip = CHIPS.get(spec.platform.chip)
     on_gpus = chip is None or chip.device != "cpu"
-    seen = machine.devices if on_gpus and machine.chip.name == spec.platform.chip else 0
+    elsewhere = spec.launcher.name != "local" and allocation is None
+    seen = machine.devices if on_gpus and machine.chip.name == spec.platform.chip and not elsewhere else 0
     found: dict[str, tuple[Any, str]] = {}
     if cluster.nodes == "auto":
         if allocation is not None and allocation.nodes is not None:

@@ -66,6 +66,16 @@ class RunDirectory:
         return self.root / "lock"
 
     @property
+    def job(self) -> Path:
+        """The record of the newest job that was submitted for this run."""
+        return self.root / "job.json"
+
+    @property
+    def batch_script(self) -> Path:
+        """The script of the newest job of a batch scheduler."""
+        return self.root / "job.sbatch"
+
+    @property
     def logs(self) -> Path:
         """Logs: one file per rank, and the agent's."""
         return self.root / "logs"

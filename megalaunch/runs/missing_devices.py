@@ -25,9 +25,15 @@ MISSING = "platform.this_machine"
 _ALSO_SAID = (MISSING, "launcher.multi_node")
 
 
-def refusal_text(findings: Sequence[Finding], composition: Composition, spec: RunSpec, machine: Machine) -> str:
-    """Return the findings of a run that cannot start; missing devices come first, with what to do about them."""
+def refusal_text(findings: Sequence[Finding], composition: Composition, spec: RunSpec, machine: Machine | None) -> str:
+    """Return the findings of a run that cannot start; missing devices come first, with what to do about them.
+
+    Args:
+        machine: on which the run should start; None: on others.
+    """
     shown = [finding for finding in findings if finding.severity != "note"]
+    if machine is None:
+        return findings_text(shown)
     elsewhere = run_elsewhere(composition, spec, machine)
     if elsewhere is None and all(finding.rule != MISSING for finding in shown):
         return findings_text(shown)

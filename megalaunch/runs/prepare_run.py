@@ -58,6 +58,7 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.branch import pin_branch
     from megalaunch.runs.errors import fail, refuse
+    from megalaunch.runs.required_packages import require_training_packages
     from megalaunch.runs.several_nodes import start_of
     from megalaunch.schema import SpecError
 
@@ -86,6 +87,8 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
         )
     except RunDirectoryError as error:
         refuse_directory(error)
+    if starts and start != "job":
+        require_training_packages()
     _check(planned, starts)
     return planned
 
@@ -106,7 +109,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
 
     spec, stored = planned.spec, planned.state.stored
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated dtype
-    overrides, on_this_machine = planned.composition.overrides, starts and planned.start != "srun"
+    overrides, on_this_machine = planned.composition.overrides, starts and planned.start not in ("srun", "job")
     machine = planned.machine if on_this_machine else None
     findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
     if planned.decision.action != "report":
@@ -126,7 +129,8 @@ def _check(planned: PreparedRun, starts: bool) -> None:
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
         findings += incompatible_changes(spec, stored)
     if has_errors(findings):
-        text = refusal_text(findings, planned.composition, spec, planned.machine)
+        here = planned.machine if planned.start != "job" else None
+        text = refusal_text(findings, planned.composition, spec, here)
         rules = {finding.rule for finding in findings}
         several = MULTI_NODE in rules and MISSING not in rules and planned.machine.allocation is None
         about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import typer
 
+from megalaunch.launchers.slurm.batch_script import srun_options
 from megalaunch.plan.findings import Finding
 from megalaunch.platform.allocation import Allocation, NodePlace
 from megalaunch.schema import RunSpec
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.rundir.paths import RunDirectory
 
-Start = Literal["here", "node", "srun", "hand"]
-"""Where a run starts: on this machine alone; on this node as on every other; on every node by srun; by pasted lines."""
+Start = Literal["here", "node", "srun", "job", "hand"]
+"""Where a run starts: on this machine alone; on this node as on every other; on every node by srun; as a job of its
+launcher; by pasted lines."""
 
 MULTI_NODE = "launcher.multi_node"
 # What a job asked for each of its own tasks; the launcher is the only task of its node, and gets the whole node.
@@ -39,6 +41,8 @@ def start_of(spec: RunSpec, allocation: Allocation | None) -> Start:
     """Return how a resolved spec starts from this process."""
     nodes = int(spec.cluster.nodes)
     if allocation is None:
+        if spec.launcher.name != "local":
+            return "job"
         return "here" if nodes == 1 else "hand"
     if allocation.place is not None and (allocation.nodes or nodes) > 1:
         return "node"
@@ -99,15 +103,7 @@ def start_by_srun(spec: RunSpec, overrides: Sequence[str], allocation: Allocatio
 
 def srun_command(nodes: int, overrides: Sequence[str]) -> list[str]:
     """Return the command that starts one launcher on each node; a launcher that fails ends the others."""
-    return [
-        "srun",
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
-        "--ntasks-per-node=1",
-        "--cpu-bind=none",
-        "--kill-on-bad-exit=1",
-        *(sys.executable, "-m", "megalaunch", "train", *overrides),
-    ]
+    return ["srun", *srun_options(nodes), sys.executable, "-m", "megalaunch", "train", *overrides]
 
 
 def whole_node(environment: Mapping[str, str]) -> dict[str, str]:

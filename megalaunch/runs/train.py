@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import typer
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.runs.errors import fail
 from megalaunch.runs.prepare_run import command_lines, prepare_data, refuse_directory
+from megalaunch.runs.required_packages import require_optional_packages
 
 if TYPE_CHECKING:
     from megalaunch.launch.announcement import Announcement
@@ -24,44 +24,25 @@ if TYPE_CHECKING:
     from megalaunch.runs.prepare_run import PreparedRun
     from megalaunch.schema import RunSpec
 
-_TRAINING_PACKAGES = ("torch", "safetensors")
-
-
-def require_training_packages() -> None:
-    """End the command if torch or safetensors is not installed: the launcher alone installs without them."""
-    missing = [name for name in _TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        fail(
-            f"training needs {' and '.join(missing)}, which this installation of megalaunch lacks.\n"
-            "fix:  pip install 'megalaunch[train]'"
-        )
-
-
-def require_optional_packages(spec: RunSpec) -> None:
-    """End the command if this machine lacks an optional package that the spec asks for."""
-    from megalaunch.platform.packages import DEEP_EP
-
-    flex = spec.parallel.moe_token_dispatcher_type == "flex"
-    if flex and importlib.util.find_spec(DEEP_EP.name) is None:
-        fail(
-            f"parallel.moe_token_dispatcher_type=flex needs DeepEP ({DEEP_EP.name}), which is not installed.\n"
-            f"fix:  {DEEP_EP.install_command}\n"
-            "      or parallel.moe_token_dispatcher_type=alltoall"
-        )
-
 
 def print_commands(planned: PreparedRun) -> None:
-    """Print the command of each machine's agent."""
+    """Print the command of each machine's agent, or the job that would be submitted."""
+    if planned.spec.launcher.name != "local" and planned.machine.allocation is None:
+        from megalaunch.runs.submit import print_manifest
+
+        print_manifest(planned)
+        return
     for line in command_lines(planned):
         typer.echo(line)
 
 
-def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> ExitCode:
+def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detach: bool = False) -> ExitCode:
     """Lock the run directory, prepare the data, launch the workers and report; return the exit code of the run.
 
     Args:
         planned: from `prepare_run`.
         prepare_only: write spec.yaml and print the commands of the agents; start nothing.
+        detach: return when a job of another launcher is submitted.
     """
     from megalaunch.launch.announcement import Announcement
     from megalaunch.launch.directory import RunDirectoryError, lock_run, unlock_run
@@ -70,12 +51,18 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
     from megalaunch.runs.several_nodes import join_run, start_by_srun
 
     place = planned.place
+    if detach and planned.start != "job":
+        fail("--detach needs a launcher that submits jobs\nfix:  launcher=slurm, or leave --detach out")
     if planned.decision.action == "report":
         if place is None or place.rank == 0:
             _echo(finished_report(planned.spec, planned.directory, planned.state))
         return ExitCode.DONE
     if planned.start == "srun" and planned.machine.allocation is not None:
         start_by_srun(planned.spec, planned.composition.overrides, planned.machine.allocation)
+    if planned.start == "job":
+        from megalaunch.runs.submit import submit_run
+
+        return submit_run(planned, detach, stop)
     if not prepare_only:
         require_optional_packages(planned.spec)
     if place is not None and place.rank > 0:

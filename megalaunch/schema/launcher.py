@@ -1,18 +1,24 @@
-"""The `launcher` section: restarts, hang detection and stopping of workers."""
+"""The `launcher` section: where agents start, restarts, hang detection and stopping of workers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megalaunch.schema.setting import setting
+from megalaunch.schema.slurm import SlurmSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec:
     """Restarts, timeouts and stopping. PyTorch's elastic agent starts the workers."""
 
-    name: Literal["local"] = setting("local", "Where to start the elastic agents; local: on this machine.")
+    name: Literal["local", "slurm"] = setting(
+        "local",
+        "Where to start the elastic agents: on this machine, or on the nodes of a job of Slurm; inside an allocation "
+        "always on its nodes.",
+    )
+    python: str | None = setting(None, "Python of the nodes; null: the path of this one, or `python3` in a container.")
     max_restarts: int = setting(3, "Restarts in a row after failures; each new checkpoint resets the count.", minimum=0)
     restart_backoff: float = setting(
         5.0,
@@ -37,3 +43,4 @@ class LauncherSpec:
     stop_grace_period: float = setting(
         30.0, "Time from a stop signal until the workers are killed.", "seconds", minimum=1
     )
+    slurm: SlurmSpec = field(default_factory=SlurmSpec)

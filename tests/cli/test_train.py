@@ -20,7 +20,7 @@ from megalaunch.cli.app import app
 from megalaunch.launch.directory import lock_run
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.runs.train import require_optional_packages
+from megalaunch.runs.required_packages import require_optional_packages
 from megalaunch.schema import with_values
 from megalaunch.schema.spec_file import read_spec
 

@@ -16,10 +16,10 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.build import resolve_annotations
 
 PACKAGE = Path(megalaunch.__file__).parent
-ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
+ROOMS = ("plan", "data", "launch", "launchers", "platform", "engine", "rundir")
 
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
-RUN_ROOMS = ("engine", "data", "launch", "platform", "rundir")
+RUN_ROOMS = ("engine", "data", "launch", "launchers", "platform", "rundir")
 RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_validation.py", "plan/layers.py")
 # A limit that leaves a choice is no excuse: its key has to be read. (null, auto and 1 stand for one value.)
 LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.supported)) <= 4}

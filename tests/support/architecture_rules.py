@@ -14,7 +14,21 @@ from functools import cached_property
 from pathlib import Path
 
 LAUNCHER_WING = (
-    *("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "schema", "rundir", "format", "fs"),
+    *(
+        "cli",
+        "runs",
+        "config",
+        "importers",
+        "plan",
+        "launchers",
+        "launch",
+        "data",
+        "platform",
+        "schema",
+        "rundir",
+        "format",
+        "fs",
+    ),
 )
 
 # Room -> what it may import of ours, besides itself; a longer name speaks for a file alone. DESIGN section 2.
@@ -38,6 +52,7 @@ ARROWS = {
         "format",
         "fs",
     ),
+    "launchers": ("schema", "rundir", "fs"),
     "kernels": ("platform",),
     "engine": (
         "schema",
@@ -51,8 +66,8 @@ ARROWS = {
         "fs",
     ),
     "runs": (
-        *("config", "importers.megatron", "schema", "plan", "data", "platform", "launch", "rundir", "format", "fs"),
-        "engine.api",
+        *("config", "importers.megatron", "schema", "plan", "data", "platform", "launch", "launchers"),
+        *("rundir", "format", "fs", "engine.api"),
     ),
     "cli": (
         "config",
@@ -62,6 +77,7 @@ ARROWS = {
         "data",
         "platform",
         "launch",
+        "launchers",
         "rundir",
         "runs",
         "format",

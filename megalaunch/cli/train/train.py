@@ -46,6 +46,9 @@ def train(
         bool,
         typer.Option("--prepare-only", help="Prepare the data, write spec.yaml, print the commands; start nothing."),
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the job is submitted (launcher=slurm): see watch.")
+    ] = False,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run a sweep, as `megalaunch sweep` with the same overrides.")
     ] = False,
@@ -63,7 +66,7 @@ def train(
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
     from megalaunch.plan.findings import as_override
     from megalaunch.runs.prepare_run import prepare_run
-    from megalaunch.runs.train import print_commands, require_training_packages, train_run
+    from megalaunch.runs.train import print_commands, train_run
 
     typed = with_config_dirs(overrides, config_dir)
     if branch_from is not None:
@@ -78,8 +81,6 @@ def train(
     if rehearse or run_dir is not None:
         _require_only_rehearsal(rehearse, prepare_only)
     starts = not (dry_run or prepare_only)
-    if starts:
-        require_training_packages()
     with StopSignals() as stop:
         try:
             if rehearse:
@@ -89,7 +90,7 @@ def train(
             if dry_run:
                 print_commands(planned)
                 return
-            code = train_run(planned, stop, prepare_only)
+            code = train_run(planned, stop, prepare_only, detach)
         except StopBeforeLaunch as stopped:
             typer.echo("stopped before the workers started", err=True)
             code = stopped.exit_code
@@ -109,7 +110,10 @@ def _require_only_rehearsal(rehearse: bool, prepare_only: bool) -> None:
 def _rehearse(overrides: list[str], dry_run: bool, run_dir: Path | None, stop: StopSignals) -> ExitCode:
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.rehearsal.run import prepare_rehearsal, print_differences, rehearse
+    from megalaunch.runs.required_packages import require_training_packages
 
+    if not dry_run:
+        require_training_packages()
     prepared = prepare_rehearsal(overrides)
     if dry_run:
         print_differences(prepared)

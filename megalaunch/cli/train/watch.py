@@ -11,7 +11,8 @@ import typer
 if TYPE_CHECKING:
     from megalaunch.launch.run_state import RunState
     from megalaunch.launch.supervise import Display
-    from megalaunch.rundir.outcome import Outcome
+    from megalaunch.launchers.record import JobRecord
+    from megalaunch.rundir.outcome import ExitCode
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.schema import RunSpec
 
@@ -28,6 +29,7 @@ def watch(
     from megalaunch.launch.directory import run_is_locked
     from megalaunch.launch.display.open_display import open_display
     from megalaunch.launch.run_state import RunState, throughput_basis
+    from megalaunch.launchers.record import read_record
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.errors import fail
     from megalaunch.schema import SpecError
@@ -40,6 +42,9 @@ def watch(
         fail(f"{run_dir} is not a run directory: it has no spec.yaml")
     except (SpecError, OSError) as error:
         fail(str(error))
+    record = read_record(directory.job)
+    if record is not None:
+        raise typer.Exit(int(_watch_job(spec, directory, record)))
     view = RunState(spec, directory, throughput_basis(spec), attach=True)
     if run_is_locked(directory):
         display = open_display(view)
@@ -65,19 +70,30 @@ def _tail(view: RunState, display: Display) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _conclude(spec: RunSpec, directory: RunDirectory) -> int:
-    from megalaunch.launch.display.report import failure_report
-    from megalaunch.launch.display.summary import run_summary
-    from megalaunch.launch.supervise import LaunchResult
-    from megalaunch.rundir.outcome import ExitCode, read_outcome
+def _watch_job(spec: RunSpec, directory: RunDirectory, record: JobRecord) -> ExitCode:
+    """Follow the run of a job to its end."""
+    from megalaunch.launch.stop import StopSignals
+    from megalaunch.launchers.launcher import LauncherError
+    from megalaunch.launchers.select_launcher import select_launcher
+    from megalaunch.runs.errors import fail
+    from megalaunch.runs.follow_job import JobView, follow_job, print_end
 
-    outcome: Outcome | None = read_outcome(directory.outcome)
+    try:
+        launcher = select_launcher(record.launcher)
+        view = JobView(spec, directory, attach=True)
+        with StopSignals() as stop:
+            return print_end(view, launcher, record, follow_job(view, launcher, record, stop))
+    except LauncherError as error:
+        fail(error.text())
+
+
+def _conclude(spec: RunSpec, directory: RunDirectory) -> int:
+    from megalaunch.rundir.outcome import ExitCode, read_outcome
+    from megalaunch.runs.follow_job import print_outcome
+
+    outcome = read_outcome(directory.outcome)
     if outcome is None:
         typer.echo(f"nobody runs {directory.root}, and its last launch left no outcome: it was killed", err=True)
         typer.echo("next: the same train command continues it from its newest checkpoint", err=True)
         return int(ExitCode.CRASH)
-    for line in run_summary(spec, directory, outcome):
-        typer.echo(line)
-    for line in failure_report(spec, directory, LaunchResult(outcome)):
-        typer.echo(line, err=True)
-    return outcome.exit_code
+    return int(print_outcome(spec, directory, outcome))

@@ -1,0 +1,85 @@
+"""Format jobs: the lines of one, the table of many, and the JSON of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalaunch.format.numbers import format_count, format_loss
+from megalaunch.format.table import table_lines
+from megalaunch.rundir.jsonl import read_last_lines
+from megalaunch.rundir.outcome import read_outcome
+from megalaunch.runs.catalog.summarize import RunFigures, run_figures
+from megalaunch.runs.job_states import RunJob
+
+_TAIL_BYTES = 1 << 16
+
+
+def status_lines(job: RunJob) -> Iterator[str]:
+    """Yield what is known about the run of one job."""
+    record, outcome = job.record, read_outcome(job.directory.outcome)
+    yield str(job.directory.root)
+    if record is not None:
+        yield _line(
+            "job", f"{record.id} of {record.launcher}, {_nodes(record.nodes)}, submitted {_time(record.submitted)}"
+        )
+    yield _line("state", str(job.status))
+    yield _line("step", _progress(_figures(job)))
+    if outcome is not None:
+        yield _line("outcome", f"{outcome.reason} (exit code {outcome.exit_code})")
+    if record is not None:
+        yield _line("output", record.output)
+
+
+def list_lines(folder: Path, jobs: Sequence[RunJob]) -> Iterator[str]:
+    """Yield the table of the jobs of a folder."""
+    yield f"{folder}: {len(jobs)} job{'s' if len(jobs) != 1 else ''}"
+    rows = [("run", "launcher", "job", "nodes", "submitted", "step", "state")]
+    for job in jobs:
+        if job.record is not None:
+            name = str(job.directory.root.relative_to(folder))
+            count, record = str(job.record.nodes), job.record
+            step = str(_figures(job).step)
+            rows.append((name, record.launcher, str(record.id), count, _time(record.submitted), step, str(job.status)))
+    if jobs:
+        yield from table_lines(rows, right=(2, 3, 5))
+
+
+def job_row(job: RunJob) -> dict[str, Any]:
+    """Return the JSON of one job."""
+    record, outcome = job.record, read_outcome(job.directory.outcome)
+    return {
+        "run": str(job.directory.root),
+        "job": None if record is None else asdict(record),
+        "status": asdict(job.status),
+        "figures": asdict(_figures(job)),
+        "outcome": None if outcome is None else asdict(outcome),
+    }
+
+
+def _figures(job: RunJob) -> RunFigures:
+    return run_figures(read_last_lines(job.directory.metrics, _TAIL_BYTES))
+
+
+def _progress(figures: RunFigures) -> str:
+    parts = [str(figures.step)]
+    if figures.loss is not None:
+        parts.append(f"loss {format_loss(figures.loss)}")
+    if figures.tokens_per_second is not None:
+        parts.append(f"{format_count(figures.tokens_per_second)} tokens/s")
+    return ", ".join(parts)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<8} {value}"

@@ -1,0 +1,47 @@
+"""The record of a submitted job: `job.json` in the directory of its work. There is no other list of jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megalaunch.fs import write_file_atomically
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """Where a job was submitted.
+
+    Attributes:
+        launcher: `launcher.name` of the job.
+        id: of the scheduler; of the process that holds the job, where there is no scheduler.
+        name: the job's.
+        nodes: number of nodes.
+        submitted: seconds since 1970.
+        host: the machine on which it was submitted.
+        started: start of the process `id`, in clock ticks since boot; 0: `id` is not a process.
+        output: the file with the output of the job's commands.
+    """
+
+    launcher: str
+    id: int
+    name: str
+    nodes: int
+    submitted: float
+    host: str
+    output: str
+    started: int = 0
+
+
+def write_record(path: Path, record: JobRecord) -> None:
+    """Write a record. Raises OSError."""
+    write_file_atomically(path, json.dumps(asdict(record), indent=2))
+
+
+def read_record(path: Path) -> JobRecord | None:
+    """Return a record; None if there is no readable one."""
+    try:
+        return JobRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,18 @@
+"""Select the launcher of a run by its name."""
+
+from __future__ import annotations
+
+from megalaunch.launchers.launcher import Launcher, LauncherError
+
+
+def select_launcher(name: str) -> Launcher:
+    """Return the launcher of `launcher.name`.
+
+    Raises:
+        LauncherError: no launcher of other machines has this name; `local` has none.
+    """
+    if name == "slurm":
+        from megalaunch.launchers.slurm.launcher import SlurmLauncher
+
+        return SlurmLauncher()
+    raise LauncherError(f"there is no launcher {name!r} for other machines")

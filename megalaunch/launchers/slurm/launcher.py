@@ -1,0 +1,59 @@
+"""Jobs of Slurm: a batch script for each, kept in the directory of the work."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+from megalaunch.fs import make_directory, write_file_atomically
+from megalaunch.launchers.launcher import Job, JobStatus
+from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.launchers.slurm.batch_script import OUTPUT, batch_script
+from megalaunch.launchers.slurm.commands import check_script, job_status, slurm_command, submit_script
+from megalaunch.rundir.paths import RunDirectory
+
+
+class SlurmLauncher:
+    """Submits batch scripts; a job lives on without the process that submitted it."""
+
+    attached = False
+
+    def manifest(self, job: Job) -> str:
+        """Return the batch script."""
+        return batch_script(job, _output(job))
+
+    def submit(self, job: Job) -> JobRecord:
+        """Check the batch script by `sbatch --test-only`, submit it and write the record."""
+        text, directory = self.manifest(job), RunDirectory(job.directory)
+        make_directory(directory.root)
+        make_directory(directory.logs)  # Slurm fails a job whose output file it cannot open
+        write_file_atomically(directory.batch_script, text)
+        check_script(directory.batch_script)
+        number = submit_script(directory.batch_script)
+        host, output = socket.gethostname(), str(directory.logs / OUTPUT.replace("%j", str(number)))
+        record = JobRecord("slurm", number, job.name, job.nodes, time.time(), host, output)
+        write_record(directory.job, record)
+        return record
+
+    def status(self, record: JobRecord) -> JobStatus:
+        """Ask Slurm for the state of a job."""
+        return job_status(record.id)
+
+    def stop(self, record: JobRecord, at_once: bool) -> str:
+        """Cancel a pending job; send SIGTERM to the tasks of a running one, which save."""
+        number = str(record.id)
+        if at_once or self.status(record).phase != "running":
+            slurm_command("scancel", number)
+            return f"job {number} is cancelled"
+        slurm_command("scancel", "--signal=TERM", number)
+        return f"job {number} saves a checkpoint and ends"
+
+    def output(self, record: JobRecord) -> list[Path]:
+        """Return the file with the output of the batch script and its tasks."""
+        path = Path(record.output)
+        return [path] if path.exists() else []
+
+
+def _output(job: Job) -> Path:
+    return RunDirectory(job.directory).logs / OUTPUT

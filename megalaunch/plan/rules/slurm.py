@@ -1,0 +1,106 @@
+"""Rules of a job of Slurm. What only the cluster knows, such as its partitions, `sbatch --test-only` checks later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.platform.chips import CHIPS
+from megalaunch.schema.slurm import SlurmSpec
+
+# sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds].
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
+_SIGNAL = re.compile(r"(?P<name>[A-Z][A-Z0-9]*)@(?P<seconds>\d+)")
+_WARNINGS = ("USR1", "USR2")  # TERM is that of scancel
+_ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?::[A-Za-z0-9_.-]+)??(?::(?P<count>\d+))?")
+_EARLY = 60  # sbatch(1), --signal: it may come up to 60 seconds earlier than specified
+
+_WRITTEN = (
+    *("job-name", "account", "partition", "qos", "time", "nodes", "ntasks", "ntasks-per-node", "gres", "gpus-per-node"),
+    *("cpus-per-task", "mem", "constraint", "reservation", "nodelist", "exclude", "dependency", "signal", "chdir"),
+    *("output", "error", "open-mode", "exclusive", "requeue", "no-requeue", "array", "wrap"),
+)
+"""Options of sbatch that the launcher writes itself, or that would change what the job is."""
+_OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=.*)?")
+
+
+def _slurm(at: RuleContext) -> SlurmSpec | None:
+    """Return the section, if the run starts as a job of Slurm."""
+    return at.spec.launcher.slurm if at.spec.launcher.name == "slurm" else None
+
+
+@rule("launcher.slurm_time", "launcher.slurm.time is a time of Slurm.")
+def slurm_time(at: RuleContext) -> Iterator[Violation]:
+    """Slurm reads 10 as minutes and 4:00 as minutes and seconds; it refuses what has another form."""
+    slurm = _slurm(at)
+    if slurm is not None and slurm.time is not None and not _TIME.fullmatch(slurm.time):
+        yield Violation(
+            "launcher.slurm.time",
+            f"{slurm.time!r} is not a time of Slurm (MM:SS, HH:MM:SS, D-HH[:MM[:SS]])",
+            fixes=({"launcher.slurm.time": "24:00:00"}, {"launcher.slurm.time": None}),
+        )
+
+
+@rule("launcher.slurm_signal", "launcher.slurm.signal lets the workers save before the time limit.")
+def slurm_signal(at: RuleContext) -> Iterator[Violation]:
+    """A launcher takes SIGUSR1 and SIGUSR2 for a warning; the batch script passes it on, and needs no `B:`."""
+    slurm = _slurm(at)
+    if slurm is None or slurm.signal is None:
+        return
+    found = _SIGNAL.fullmatch(slurm.signal)
+    grace = at.spec.launcher.stop_grace_period
+    enough = {"launcher.slurm.signal": f"USR1@{max(120, int(grace) + _EARLY)}"}
+    if found is None or found["name"] not in _WARNINGS:
+        yield Violation(
+            "launcher.slurm.signal",
+            f"{slurm.signal!r} is not SIGNAL@SECONDS with {' or '.join(_WARNINGS)}",
+            fixes=(enough, {"launcher.slurm.signal": None}),
+        )
+    elif int(found["seconds"]) < grace:
+        yield Violation(
+            "launcher.slurm.signal",
+            f"the signal comes {found['seconds']} s before the time limit, but the workers may take "
+            f"{grace:g} s to save (launcher.stop_grace_period)",
+            {"seconds": int(found["seconds"]), "stop_grace_period": grace},
+            (enough,),
+            severity="warning",
+        )
+
+
+@rule("launcher.slurm_gres", "The GPUs of launcher.slurm.gres are those of the run.")
+def slurm_gres(at: RuleContext) -> Iterator[Violation]:
+    """A job whose nodes have fewer GPUs than the run has workers would wait in the queue, then fail."""
+    slurm, devices = _slurm(at), at.spec.cluster.devices_per_node
+    chip = CHIPS.get(at.spec.platform.chip)
+    on_cpu = chip is not None and chip.device == "cpu"
+    if slurm is None or slurm.gres in (None, "none") or not isinstance(devices, int):
+        return
+    items = [_ITEM.fullmatch(item) for item in str(slurm.gres).split(",")]
+    if not all(items):
+        yield Violation(
+            "launcher.slurm.gres",
+            f"{slurm.gres!r} is not a list of NAME[:TYPE][:COUNT]",
+            fixes=({"launcher.slurm.gres": None}, {"launcher.slurm.gres": f"gpu:{devices}"}),
+        )
+        return
+    gpus = sum(int(item["count"] or 1) for item in items if item is not None and item["name"] == "gpu")
+    if gpus < devices and not on_cpu:
+        yield Violation(
+            "launcher.slurm.gres",
+            f"{slurm.gres} has {gpus} GPUs for each node, but the run has {devices} workers there",
+            {"gpus": gpus, "devices_per_node": devices},
+            ({"launcher.slurm.gres": None}, {"launcher.slurm.gres": f"gpu:{devices}"}),
+        )
+
+
+@rule("launcher.slurm_extra", "launcher.slurm.extra has options that the job does not have already.")
+def slurm_extra(at: RuleContext) -> Iterator[Violation]:
+    """An option that is given twice would win over the key of the same name, and the plan would not know."""
+    slurm = _slurm(at)
+    for option in slurm.extra if slurm is not None else ():
+        found = _OPTION.fullmatch(option)
+        if found is None or found["name"] in _WRITTEN:
+            reason = "is not --OPTION or --OPTION=VALUE" if found is None else "is an option that the launcher writes"
+            kept = tuple(other for other in slurm.extra if other != option) if slurm is not None else ()
+            yield Violation("launcher.slurm.extra", f"{option!r} {reason}", fixes=({"launcher.slurm.extra": kept},))

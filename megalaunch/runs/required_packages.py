@@ -1,0 +1,36 @@
+"""End a command early on a machine that lacks the packages of training."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from megalaunch.runs.errors import fail
+
+if TYPE_CHECKING:
+    from megalaunch.schema import RunSpec
+
+_TRAINING_PACKAGES = ("torch", "safetensors")
+
+
+def require_training_packages() -> None:
+    """End the command if torch or safetensors is not installed: the launcher alone installs without them."""
+    missing = [name for name in _TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(
+            f"training needs {' and '.join(missing)}, which this installation of megalaunch lacks.\n"
+            "fix:  pip install 'megalaunch[train]'"
+        )
+
+
+def require_optional_packages(spec: RunSpec) -> None:
+    """End the command if this machine lacks an optional package that the spec asks for."""
+    from megalaunch.platform.packages import DEEP_EP
+
+    flex = spec.parallel.moe_token_dispatcher_type == "flex"
+    if flex and importlib.util.find_spec(DEEP_EP.name) is None:
+        fail(
+            f"parallel.moe_token_dispatcher_type=flex needs DeepEP ({DEEP_EP.name}), which is not installed.\n"
+            f"fix:  {DEEP_EP.install_command}\n"
+            "      or parallel.moe_token_dispatcher_type=alltoall"
+        )

@@ -1,0 +1,107 @@
+"""Submit a checked run as a job of its launcher, and show it until it ends."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from megalaunch.fs import make_directory
+from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.launchers.record import read_record
+from megalaunch.launchers.select_launcher import select_launcher
+from megalaunch.platform.chips import CHIPS
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.runs.errors import fail
+from megalaunch.runs.follow_job import JobView, follow_job, print_end
+from megalaunch.schema.spec_file import write_spec
+
+if TYPE_CHECKING:
+    from megalaunch.launch.stop import StopSignals
+    from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.prepare_run import PreparedRun
+
+_PINNED = ("platform.chip", "cluster.nodes", "cluster.devices_per_node")
+"""Keys whose open values follow from the machine: the job gets those that were checked here."""
+
+
+def training_job(planned: PreparedRun) -> Job:
+    """Return the job of a run: the same command, which in the allocation starts one launcher on each node."""
+    spec, composition = planned.spec, planned.composition
+    chip = CHIPS.get(spec.platform.chip)
+    on_cpu = chip is not None and chip.device == "cpu"
+    values = {
+        "platform.chip": spec.platform.chip,
+        "cluster.nodes": spec.cluster.nodes,
+        "cluster.devices_per_node": spec.cluster.devices_per_node,
+    }
+    pinned = [f"{key}={values[key]}" for key in _PINNED if composition.origins[key].open]
+    return Job(
+        str(spec.run.name),
+        int(spec.cluster.nodes),
+        0 if on_cpu else int(spec.cluster.devices_per_node),
+        ("train", *composition.overrides, *pinned),
+        planned.directory.root.absolute(),
+        Path.cwd(),
+        spec.launcher,
+    )
+
+
+def print_manifest(planned: PreparedRun) -> None:
+    """Print what would be submitted."""
+    try:
+        launcher = select_launcher(planned.spec.launcher.name)
+        typer.echo(f"\n{launcher.manifest(training_job(planned))}", nl=False)
+    except LauncherError as error:
+        fail(error.text())
+
+
+def submit_run(planned: PreparedRun, detach: bool, stop: StopSignals) -> ExitCode:
+    """Submit the run, and show it until it ends; return its exit code.
+
+    Args:
+        detach: return when the job is submitted.
+    """
+    directory = planned.directory
+    _refuse_second_job(directory)
+    view = JobView(planned.spec, directory)
+    try:
+        launcher = select_launcher(planned.spec.launcher.name)
+        if planned.decision.action == "start":
+            make_directory(directory.root)
+            write_spec(planned.spec, directory.spec)  # for `watch`; node 0 adds the paths of the prepared data
+        record = launcher.submit(training_job(planned))
+    except LauncherError as error:
+        fail(error.text())
+    except OSError as error:
+        fail(f"{directory.root} cannot be written ({error.strerror})\nfix:  name another run.directory")
+    nodes = f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
+    typer.echo(f"submitted job {record.id} to {record.launcher}: {nodes}, output in {record.output}")
+    if detach:
+        shown = shlex.quote(str(directory.root))
+        typer.echo(f"next: megalaunch watch {shown}, status, logs or stop")
+        return ExitCode.DONE
+    status = follow_job(view, launcher, record, stop)
+    return print_end(view, launcher, record, status)
+
+
+def _refuse_second_job(directory: RunDirectory) -> None:
+    """End the command if the run has a job that has not ended, or a launcher holds its directory."""
+    from megalaunch.launch.directory import run_is_locked
+
+    record = read_record(directory.job)
+    if record is not None:
+        try:
+            status = select_launcher(record.launcher).status(record)
+        except LauncherError as error:
+            fail(f"{directory.root} has job {record.id}, whose state is unknown: {error.text()}")
+        if status.phase in ("pending", "running"):
+            shown = shlex.quote(str(directory.root))
+            fail(
+                f"{directory.root} has job {record.id} already: {status}\n"
+                f"fix:  megalaunch watch {shown} shows it, megalaunch stop {shown} ends it"
+            )
+    if run_is_locked(directory):
+        fail(f"{directory.root} is in use by another launcher\nfix:  wait for it or stop it there")

@@ -1,0 +1,103 @@
+"""Real Slurm: a run of two nodes trains, resumes exactly after a requeue, and stops; skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+from launching import steps_of, wait_until
+from mini_slurm import mini_slurm
+from training import MEGALAUNCH, tiny_overrides
+
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.paths import RunDirectory
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
+_STEPS = 120
+
+
+@pytest.fixture
+def slurm(tmp_path_factory, monkeypatch):
+    with mini_slurm(tmp_path_factory.mktemp("slurm")) as variables:
+        monkeypatch.setenv("MASTER_ADDR", "localhost")  # both nodes are this machine, and n1 is no name of it
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+def call(folder, *arguments, seconds=180):
+    """A command of megalaunch in the folder; its output."""
+    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
+    return done.returncode, done.stdout + done.stderr
+
+
+def overrides_of(folder, *more, name="run"):
+    steps = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
+    overrides = tiny_overrides(folder / name, "cluster.devices_per_node=1", *steps, *more, shared=folder)
+    return overrides
+
+
+def losses_of(run):
+    """The loss of each step; a step that was computed again must have the same."""
+    losses = {}
+    for record in read_lines(run.metrics):
+        if "loss" in record:
+            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
+    return losses
+
+
+def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(slurm, tmp_path):
+    folder = tmp_path / "it's 100%"  # quoted for the shell, for sbatch and for the pattern of the output file
+    folder.mkdir()
+    run = RunDirectory(folder / "run/run")
+    overrides = [word.replace("=/", "='/") + "'" if "=/" in word else word for word in overrides_of(tmp_path)]
+    overrides = [
+        *(word for word in overrides if not word.startswith("run.directory=")),
+        'run.directory="' + str(run.root) + '"',
+    ]
+    job = ("launcher=slurm", "cluster.nodes=2", "launcher.slurm.time='9:00'")
+    code, output = call(folder, "train", *overrides, *job, "--detach")
+    assert code == 0, output
+    number = str(json.loads(run.job.read_text())["id"])
+    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+    code, output = call(folder, "watch", str(run.root))
+    assert code == 0, output
+    assert f"job {number}: COMPLETED (on n[1-2], restart 1)" in output
+    assert "resuming after step" in (run.logs / f"slurm-{number}.out").read_text()
+    assert read_outcome(run.outcome).exit_code == 0
+    local = RunDirectory(tmp_path / "local/run")
+    two_workers = ("cluster.nodes=1", "cluster.devices_per_node=2")
+    names = [word for word in overrides_of(tmp_path, name="local") if not word.startswith("cluster.")]
+    assert call(tmp_path, "train", *names, *two_workers)[0] == 0
+    assert len(losses_of(run)) == _STEPS
+    assert losses_of(run) == losses_of(local)
+
+
+def test_stop_saves_and_the_job_is_not_queued_again(slurm, tmp_path):
+    run = RunDirectory(tmp_path / "run/run")
+    overrides = overrides_of(tmp_path, "launcher=slurm", "cluster.nodes=2", "train.steps=2000")
+    shown = subprocess.Popen(
+        [*MEGALAUNCH, "train", *overrides],
+        cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
+    assert call(tmp_path, "stop", str(run.root))[0] == 0
+    output, _ = shown.communicate(timeout=60)
+    assert shown.returncode == 75, output
+    assert "stopped by a signal; the run can be resumed (exit code 75)" in output
+    outcome = read_outcome(run.outcome)
+    assert run.checkpoint(outcome.step).is_dir()
+    _, output = call(tmp_path, "status", str(run.root))
+    assert "FAILED (NonZeroExitCode, on n[1-2])" in output
+
+
+def test_what_slurm_cannot_give_is_refused_before_it_waits(slurm, tmp_path):
+    overrides = overrides_of(tmp_path, "launcher=slurm", "cluster.nodes=4", "batch.global_batch_size=16")
+    code, output = call(tmp_path, "train", *overrides)
+    assert code == 2
+    assert "error: sbatch: allocation failure: " in output
