@@ -53,6 +53,10 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "A rerun in the same directory continues the same run.",
             "Layout, length and logging may change (a note); data, model and hyperparameters may not (an error).",
         ),
+        "sweep.launcher": (
+            "The trials of a sweep run on this machine, one after the other.",
+            "In an allocation of several nodes each trial uses all of them; launcher=slurm submits single runs.",
+        ),
         "sweep.repeated": (
             "Every point of a sweep is a different run.",
             "A point with the same resolved spec as an earlier one is skipped.",

@@ -54,6 +54,19 @@ def sweep_arguments(folder, *more):
 TWO = "batch.micro_batch_size=2"
 
 
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("launcher=slurm", "the trials of a sweep run on this machine, and launcher=slurm submits single runs"),
+        ("checkpoint.branch_from=nowhere@2", "step_00000002 is not a checkpoint on this machine"),
+    ],
+)
+def test_trials_that_could_not_start_are_refused(folder, override, reason):
+    result = invoke("--dry-run", *sweep_arguments(folder, TWO, "optimizer.lr=choice(1e-3,3e-3)", override))
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.split())
+
+
 def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
     arguments = sweep_arguments(folder, TWO, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
     result = invoke("--dry-run", *arguments)

@@ -64,13 +64,10 @@ def train(
     Run the same command again to continue. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.
     """
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
-    from megalaunch.plan.findings import as_override
     from megalaunch.runs.prepare_run import prepare_run
     from megalaunch.runs.train import print_commands, train_run
 
-    typed = with_config_dirs(overrides, config_dir)
-    if branch_from is not None:
-        typed = [*typed, f"checkpoint.branch_from={as_override(branch_from)}"]
+    typed = [*with_config_dirs(overrides, config_dir), *_branch_override(branch_from)]
     if show_composition(typed, cfg, info):
         return
     if multirun:
@@ -95,6 +92,13 @@ def train(
             typer.echo("stopped before the workers started", err=True)
             code = stopped.exit_code
     raise typer.Exit(int(code))
+
+
+def _branch_override(reference: str | None) -> list[str]:
+    """Return the override that --from stands for."""
+    from megalaunch.plan.findings import as_override
+
+    return [] if reference is None else [f"checkpoint.branch_from={as_override(reference)}"]
 
 
 def _require_only_rehearsal(rehearse: bool, prepare_only: bool) -> None:

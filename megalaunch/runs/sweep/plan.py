@@ -17,6 +17,7 @@ from megalaunch.plan.report import problems_as_findings
 from megalaunch.plan.resolve import machine_mismatch, resolve
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.platform.detect import Machine, detect_machine
+from megalaunch.runs.branch import check_branch, pin_branch
 from megalaunch.runs.corpus_check import check_corpus
 from megalaunch.runs.sweep.folder import Definition, Metric, Sampler, SweepFolder
 from megalaunch.runs.sweep.overrides import SweepOverrides
@@ -75,11 +76,13 @@ class PointValidator:
         except ConfigError as error:
             return ValidatedPoint(number, values, None, None, tuple(problems_as_findings(error.problems)))
         resolution = resolve(composition.spec, self._machine, composition.choices.get("recipe"))
-        spec = resolution.spec
+        spec = pin_branch(resolution.spec)
         with suggestions_disabled():  # a sweep tries other values anyway
             findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
         findings += [*resolution.notes, *problems_as_findings(composition.repeated, "warning")]
         findings += self._corpus_reason(spec, composition)
+        findings += check_branch(spec, begun=bool(trial.checkpoints.is_dir() and any(trial.checkpoints.iterdir())))
+        findings += self._launcher_reason(spec)
         if self._starts:
             findings += machine_mismatch(spec, self._machine)
         else:  # a dry run: the sweep may start on other machines
@@ -95,6 +98,14 @@ class PointValidator:
         if spec.data not in self._corpora:
             self._corpora[spec.data] = check_corpus(spec, composition.origins)
         return self._corpora[spec.data]
+
+    def _launcher_reason(self, spec: RunSpec) -> list[Finding]:
+        """Return an error if the trials would be submitted as jobs: they run one after the other on this machine."""
+        name = spec.launcher.name
+        if name == "local" or self._machine.allocation is not None:
+            return []
+        message = f"the trials of a sweep run on this machine, and launcher={name} submits single runs"
+        return [Finding("sweep.launcher", "error", "launcher.name", message, fixes=("launcher=local",))]
 
     def _duplicate_reason(self, number: int, spec: RunSpec) -> Finding | None:
         """Return a finding if an earlier point has the same spec."""
