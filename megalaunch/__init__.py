@@ -6,6 +6,7 @@ internal. Names are imported when they are first used, so that `import megalaunc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,11 @@ __all__ = [
     "__version__",
     *_MODULES,
 ]
+
+
+def public_modules() -> Mapping[str, str]:
+    """Return the public names, each with the module below `megalaunch` that defines it."""
+    return _MODULES
 
 
 def __getattr__(name: str) -> Any:

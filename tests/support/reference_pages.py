@@ -12,6 +12,7 @@ from pathlib import Path
 from paths import ROOT
 from rule_cases import CASES, Case, findings_of
 
+from megalaunch.cli.reference.api import api_page
 from megalaunch.cli.reference.commands import commands_page
 from megalaunch.cli.reference.configuration import configuration_page
 from megalaunch.cli.reference.recipes import recipes_index, recipes_page
@@ -41,6 +42,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/rules.md": rules,
     "docs/reference/configuration.md": configuration_page,
     "docs/reference/commands.md": commands_page,
+    "docs/reference/api.md": api_page,
     "docs/reference/recipes.md": recipes_page,
     "docs/reference/recipes.json": recipes_index,
 }
