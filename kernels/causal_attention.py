@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalaunch.kernels.matmul import use_fp32_matmul
+from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.overrides import kernel_overrides, on_cpu
 
 FusedBackend = Literal["flash", "cudnn", "efficient"]
@@ -36,6 +37,7 @@ _LONGEST = 1024  # tokens in fp32: scores over more keys outgrow the cache, and 
 _KEPT = 512  # tokens in fp32: weights over more keys take more memory than all else that a layer saves for backward
 
 
+@overridable
 def causal_sdpa(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | None) -> Tensor:
     """Return softmax(scale q k^T) v over each query's own and all earlier positions, [B, N, S, D].
 

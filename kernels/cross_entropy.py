@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.overrides import on_cpu
 
 
+@overridable
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignore_index: int) -> Tensor:
     """Sum the cross-entropies of all labels other than `ignore_index`, in nats. May overwrite the logits."""
     if on_cpu(logits_TV):

@@ -81,6 +81,11 @@ def kernel_overrides() -> KernelOverrides:
     return _NONE if torch.compiler.is_compiling() else _current.get()
 
 
+def simulates() -> bool:
+    """Return whether a simulation replaces operators in this context."""
+    return kernel_overrides() is not _NONE
+
+
 def on_cpu(x: Tensor) -> bool:
     """Return whether to use the forms for a CPU: by the device of `x`, unless an override says otherwise."""
     forced = kernel_overrides().on_cpu

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.overrides import kernel_overrides
 
 
+@overridable
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / rms(x) * weight, [..., H] -> [..., H] in the dtype of x, by the fastest form for the device."""
     override = kernel_overrides().rms_norm

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.overrides import kernel_overrides, uses_triton
 
 
+@overridable
 def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
     """Return silu(gate) * up, elementwise, by the fastest implementation for the device.
 

@@ -47,9 +47,9 @@ def build_report(
     import megalaunch
     from megalaunch.plan.attention_backends import serving_backends
     from megalaunch.plan.supported import LIMITS
-    from megalaunch.platform.operators import implementations
 
     chip = machine.chip
+    operators, override_problems = _implementations(chip.device)
     return {
         "megalaunch": megalaunch.__version__,
         "python": platform.python_version(),
@@ -72,13 +72,28 @@ def build_report(
             {"name": package.name, "version": version, "purpose": package.purpose, "install": package.install_command}
             for package, version in (optional or {}).items()
         ],
-        "operators": [
-            {"operator": row.operator, "implementation": row.implementation} for row in implementations(chip.device)
-        ],
+        "operators": operators,
         "attention_backends": list(serving_backends(chip.device)),
-        "problems": [*_platform_problem(machine), *_package_problems(packages), *_device_problems(machine, packages)],
+        "problems": [
+            *_platform_problem(machine),
+            *override_problems,
+            *_package_problems(packages),
+            *_device_problems(machine, packages),
+        ],
         "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning} for limit in LIMITS],
     }
+
+
+def _implementations(device: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the operators of a device type; without them, the problem of overrides that cannot be loaded."""
+    from megalaunch.platform.operators import implementations
+    from megalaunch.platform.plugins import PlatformError
+
+    try:
+        rows = list(implementations(device))
+    except PlatformError as error:
+        return [], [{"problem": str(error), "needed_for": "training", "fix": "repair or uninstall that package"}]
+    return [{"operator": row.operator, "implementation": row.implementation} for row in rows], []
 
 
 def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:

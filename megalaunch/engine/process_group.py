@@ -15,8 +15,10 @@ from torch.distributed.rendezvous import rendezvous
 from megalaunch.engine.platform.registry import get_platform, platform_of
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 from megalaunch.engine.run_end import RankError
+from megalaunch.kernels.overridable import load_overrides
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.packages import DEEP_EP
+from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec
@@ -33,7 +35,7 @@ def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     if local_rank >= devices and platform.has_streams:
         return _no_device(f"worker {local_rank} of this machine has no device: torch finds {devices}")
     platform.set_device(device)
-    return device, _missing_library(spec)
+    return device, _missing_library(spec) or _broken_override(device)
 
 
 def _missing_library(spec: RunSpec) -> RankError | None:
@@ -45,6 +47,15 @@ def _missing_library(spec: RunSpec) -> RankError | None:
         f"parallel.moe_token_dispatcher_type=flex needs DeepEP, which {socket.gethostname()} lacks: "
         f"{DEEP_EP.install_command}",
     )
+
+
+def _broken_override(device: torch.device) -> RankError | None:
+    """Import the overrides of the device's platform; return an error if one is broken: nothing else may run instead."""
+    try:
+        load_overrides(device.type)
+    except PlatformError as error:
+        return RankError(ExitCode.CONFIGURATION, str(error))
+    return None
 
 
 def _no_device(reason: str) -> tuple[torch.device, RankError]:

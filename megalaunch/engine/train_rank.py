@@ -16,6 +16,7 @@ from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
 from megalaunch.plan.attention_backends import describe_backend
+from megalaunch.platform.overrides import active_overrides
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -27,6 +28,8 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
         tune_malloc()
     state = build_train_state(spec, mesh)
     record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
+    for row in active_overrides(mesh.device.type).values():
+        record.event("override", operator=row.target, implementation=row.implementation)
     loop = Trainer(state, directory, record, stop)
     try:
         loop.resume()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from megalaunch.platform.overrides import active_overrides
+
 _SDPA = "torch's scaled_dot_product_attention"
 _KERNELS = "megalaunch.kernels"
 _ATTENTION = "megalaunch.engine.model.attention"
@@ -20,7 +22,13 @@ class Implementation:
 
 
 def implementations(device: str) -> Iterator[Implementation]:
-    """Yield the operators on a device type ("cpu", or torch's name of an accelerator)."""
+    """Yield the operators on a device type ("cpu", or torch's name of an accelerator), first those that are overridden.
+
+    Raises:
+        OverrideError: Overrides cannot be loaded, or contradict each other.
+    """
+    for row in active_overrides(device).values():
+        yield Implementation(f"{row.target}, overridden", row.implementation)
     if device == "cpu":
         yield Implementation(
             "causal attention",
