@@ -57,6 +57,7 @@ COMMANDS = {
     "import-megatron": Subcommand(
         "recipes.import_megatron", "import_megatron", "Convert a Megatron-LM script to a recipe."
     ),
+    "platform": Subcommand("platform", "app", "Check the operators of a platform."),
     "doctor": Subcommand("doctor", "doctor", "Report the devices and packages of this machine."),
 }
 

@@ -32,6 +32,8 @@ from megalaunch.engine.inference.request import (
     validate_prompts,
 )
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.operator_check import OperatorCheck, check_operators
+from megalaunch.engine.platform.registry import best_device, get_platform
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.schema import RunSpec
 
@@ -53,10 +55,12 @@ __all__ = [
     "LanguageModel",
     "MegatronCheckpoint",
     "ModelSource",
+    "OperatorCheck",
     "Sampling",
     "TextDelta",
     "Upcycling",
     "answers_file",
+    "check_platform",
     "deep_plan",
     "dtype_from_name",
     "evaluate",
@@ -96,6 +100,22 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     from megalaunch.engine.simulate.deep_plan import deep_plan as planned  # late: generation needs no DTensor
 
     return planned(spec, rank)
+
+
+def check_platform(name: str | None = None) -> tuple[str, list[OperatorCheck]]:
+    """Compare the operators of a platform with plain torch in fp64, values and gradients; return its name and results.
+
+    Args:
+        name: torch's device type; None: the platform that a run here would use.
+
+    Raises:
+        ValueError: There is no such platform, or it cannot be used here.
+        PlatformError: An override, or the package of a platform, cannot be loaded.
+    """
+    platform = get_platform(best_device().type if name is None else name)
+    if (reason := platform.unusable()) is not None:
+        raise ValueError(f"{platform.facts.device} cannot be checked here: {reason}")
+    return platform.facts.device, list(check_operators(platform))
 
 
 def evaluate(

@@ -13,6 +13,7 @@ from megalaunch.engine import process_group
 from megalaunch.engine.process_group import broadcast_first_error, local_device
 from megalaunch.engine.run_end import RankError
 from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.overrides import OverrideError
 from megalaunch.rundir.outcome import ExitCode
 
 NO_DEVICE = RankError(ExitCode.CONFIGURATION, "worker 1 of this machine has no device: torch finds 1")
@@ -52,3 +53,12 @@ def test_a_device_that_is_not_there(monkeypatch, chip, devices, said):
     device, problem = local_device(replace(spec, platform=replace(spec.platform, chip=chip)))
     assert device == torch.device("cpu")
     assert (problem is None) if said is None else (said in problem.reason)
+
+
+def test_a_broken_override_ends_the_run_before_it_starts(monkeypatch):
+    def broken(device: str) -> None:
+        raise OverrideError(f"vendor.norm:rms_norm cannot be imported on {device}")
+
+    monkeypatch.setattr(process_group, "load_overrides", broken)
+    _, problem = local_device(small_spec())
+    assert problem == RankError(ExitCode.CONFIGURATION, "vendor.norm:rms_norm cannot be imported on cpu")

@@ -112,7 +112,7 @@ ENGINE_FLOORS = (
     ("checkpoint",),
     ("optimizer",),
     ("train", "inference"),
-    ("run_rank", "simulate", "inference.perplexity"),
+    ("run_rank", "simulate", "operator_check", "inference.perplexity"),
     ("inference.jobs", "lm_eval_adapter"),
     ("train_rank", "inference_rank", "library"),
     ("api", "worker"),
