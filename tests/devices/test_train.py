@@ -42,7 +42,7 @@ def test_the_quickstart_trains_and_resumes_as_on_one_cpu(tmp_path):
     _train(tmp_path, "device", "platform=txda", "parallel=tp2pp2dp2")
     _train(tmp_path, "cpu", "platform=cpu", "parallel=dp1")
     numbers = [list(read_lines(RunDirectory(tmp_path / name).metrics)) for name in ("device", "cpu")]
-    assert [line["step"] for line in numbers[0]] == [*range(1, STEPS + 1)]
+    assert {line["step"] for line in numbers[0]} == {*range(1, STEPS + 1)}  # a validation has a line of its own
     for ours, theirs in zip(*numbers, strict=True):
-        for key in ("loss", "grad_norm", "validation_loss"):
-            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-5), (ours["step"], key)
+        for key in {"loss", "grad_norm", "validation_loss"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (ours["step"], key)
