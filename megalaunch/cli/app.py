@@ -34,7 +34,7 @@ class Subcommand:
 COMMANDS = {
     "train": Subcommand("train.train", "train", "Train a model, or resume a run.", True),
     "watch": Subcommand("train.watch", "watch", "Show the display of a run launched elsewhere."),
-    "status": Subcommand("jobs.jobs", "status", "Show the job of a run: its state, how far it is, how it ended."),
+    "status": Subcommand("jobs.jobs", "status", "Show the job of a run: its state and its progress."),
     "logs": Subcommand("jobs.jobs", "logs", "Print the output of a run's job, or the log of a rank."),
     "stop": Subcommand("jobs.jobs", "stop", "Stop a run: it saves a checkpoint and ends."),
     "list": Subcommand("jobs.jobs", "list_jobs", "List the runs that were submitted as jobs."),

@@ -155,7 +155,7 @@ def _read_value(key: str, raw: str) -> tuple[Any, str]:
     except GrammarError:
         if "${" in raw:  # Hydra wants quotes around nested interpolations
             return raw, ""
-        return None, f"cannot read the value {raw!r}"
+        return None, f"cannot read the value {raw!r}{_quoting_hint(raw)}"
     if isinstance(value, list) and known.takes_list:
         return value, ""
     return (value if isinstance(value, str | int | float | bool | type(None)) else str(value)), ""
@@ -291,3 +291,10 @@ def shadowed_overrides(
             )
             problems.append(SpecProblem(path, message, recipe.body.positions[path]))
     return problems
+
+
+def _quoting_hint(raw: str) -> str:
+    """Return how to write a list whose items have characters of Hydra's grammar, such as [--nodes=4]."""
+    items = raw[1:-1].split(",") if raw.startswith("[") and raw.endswith("]") else []
+    quoted = ",".join(f"'{item.strip()}'" for item in items)
+    return f"; quote the items: [{quoted}]" if items and "'" not in raw and '"' not in raw else ""

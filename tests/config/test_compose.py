@@ -132,6 +132,7 @@ def test_all_problems_come_at_once_with_their_places():
         ("parallel=tp2,tp4", "parallel", "names several options; give one, e.g. parallel=tp2"),
         ("parallel=", "parallel", "needs the name of an option"),
         ("train.steps=[1", "train.steps", "cannot read the value"),
+        ("launcher.slurm.extra=[--nodes=4]", "launcher.slurm.extra", r"quote the items: \['--nodes=4'\]"),
         ("train.steps={a:1}", "train.steps", "must be an integer"),
         ("train.steps=2.5", "train.steps", r"must be an integer, got 2.5 \(float\)"),
         ("train.steps=true", "train.steps", r"must be an integer, got True \(bool\)"),

@@ -15,6 +15,6 @@ CASES = {
         (*TINY, *H100, "parallel.dp=8", "launcher=slurm"),
     ),
     "launcher.slurm_extra": Case(
-        "launcher.slurm.extra=[--nodes=4]", "launcher.slurm.extra=[--mail-type=END,--spread-job]", _JOB
+        "launcher.slurm.extra=['--nodes=4']", "launcher.slurm.extra=['--mail-type=END','--spread-job']", _JOB
     ),
 }
