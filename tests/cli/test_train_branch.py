@@ -54,13 +54,8 @@ def test_a_branch_continues_as_its_parent_did_and_can_change_what_a_rerun_may_no
     assert code == 2
     assert "the run started with checkpoint.branch_from=" in out
 
-    other = tmp_path / "other"
-    other.mkdir()
-    code, out, err = train_tiny(
-        other, *SHORT, "train.steps=6", "optimizer.lr=1e-4", "--from", str(run.root), shared=parent
-    )
-    assert code == 0, out + err  # RUN: its newest checkpoint
-    assert set(steps_of(RunDirectory(other / "run"))) == {5, 6}
+    changed = ("train.steps=6", "optimizer.lr=1e-4", f"run.directory={tmp_path / 'other'}")
+    assert dry_run(tmp_path, parent, *changed, "--from", str(run.root))[0] == 0  # no rerun may change the peak rate
 
 
 def test_a_rerun_stays_with_the_checkpoint_that_a_run_began_with(parent: Path):
