@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,21 +16,70 @@ if TYPE_CHECKING:
     from megalaunch.platform.packages import Package, PackageState
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
-    """Report the devices of this machine, missing packages, and what the engine can run."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="FILE.tar.gz", help="Collect this report, versions and records of --run."),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN_DIR", help="With --bundle: the run that failed.")
+    ] = None,
+) -> None:
+    """Report the devices of this machine, missing packages, and what the engine can run.
+
+    --bundle writes an archive for a bug report: spec, logs, events and metrics of a run, versions, settings of the
+    environment. Values that look like secrets are replaced; weights, data and generated text are left out.
+
+    Example: megalaunch doctor --bundle report.tar.gz --run runs/quickstart
+    """
     from megalaunch.platform.detect import detect_machine
     from megalaunch.platform.packages import OPTIONAL, inspect_packages, installed_version
 
+    _check_bundle(bundle, run)
     machine = detect_machine()
     useful = [package for package in OPTIONAL if machine.devices or not package.only_gpu]
     optional = {package: installed_version(package.name) for package in useful}
     report = build_report(machine, inspect_packages(), optional)
-    if as_json:
+    if bundle is not None:
+        _write_bundle(bundle, report, run)
+    elif as_json:
         import json
 
         typer.echo(json.dumps(report, indent=2))
     else:
         typer.echo(report_text(report))
+
+
+def _check_bundle(target: Path | None, run: Path | None) -> None:
+    """Refuse a wrong use of --bundle and --run, before the machine is inspected."""
+    from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.errors import fail
+
+    if run is not None and target is None:
+        fail("--run is for --bundle: megalaunch doctor --bundle FILE.tar.gz --run RUN_DIR")
+    if run is not None and not RunDirectory(run).spec.is_file():
+        fail(f"{run} is not a run directory: it has no spec.yaml. `megalaunch runs list` prints the runs.")
+    if target is not None and target.exists():
+        fail(f"{target} exists: give another name to --bundle")
+    if target is not None and not target.parent.is_dir():
+        fail(f"{target.parent} is no directory: give another name to --bundle")
+
+
+def _write_bundle(target: Path, report: dict[str, Any], run: Path | None) -> None:
+    """Write the archive of a bug report and print what is in it."""
+    import os
+
+    from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.bundle.archive import write_bundle
+    from megalaunch.runs.errors import fail
+
+    try:
+        names = write_bundle(target, report, RunDirectory(run) if run is not None else None, os.environ)
+    except OSError as error:
+        fail(f"{target} cannot be written ({error.strerror}): give another name to --bundle")
+    typer.echo("\n".join([f"{target}: {len(names)} files", *(f"  {name}" for name in names)]))
+    typer.echo("Secrets were replaced where their form or name shows them; read the files before you send them.")
 
 
 def build_report(
@@ -42,7 +92,6 @@ def build_report(
     """
     import platform
     import shutil
-    from pathlib import Path
 
     import megalaunch
     from megalaunch.plan.attention_backends import serving_backends

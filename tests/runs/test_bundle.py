@@ -1,0 +1,154 @@
+"""`doctor --bundle`: what it collects, what it leaves out, and that no secret is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.rendezvous import keep_credentials, read_credentials
+from megalaunch.runs.bundle import archive
+from megalaunch.runs.bundle.archive import write_bundle
+from megalaunch.runs.bundle.redact import redact
+
+MEGALAUNCH = Path(sys.executable).with_name("megalaunch")
+SECRET = "s3cr3tValue0123456789abcdef"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with every kind of file, some of which hold secrets."""
+    run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.checkpoint(10).mkdir(parents=True)
+    run.spec.write_text("train: {steps: 10}\ndata: {validation_tokens: 100}\ntokenizer: {path: t.json}\n")
+    run.overrides.write_text("train.steps=10\n")
+    run.outcome.write_text('{"exit_code": 5}\n')
+    run.events.write_text('{"event": "launch"}\n')
+    run.metrics.write_text('{"step": 1, "tokens": 640}\n')
+    keep_credentials(run.rendezvous)
+    run.rank_log(0).write_text(f"HF_TOKEN={SECRET}\nconnecting with {read_credentials(run.rendezvous).secret}\n")
+    run.sample.write_text("generated\n")
+    run.tokenizer.write_text("{}\n")
+    (run.checkpoint(10) / "shard_00000.safetensors").write_bytes(b"weights")
+    (run.logs / "rank_1.log").symlink_to("/etc/hostname")
+    return run
+
+
+def contents(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as bundle:
+        files = {member.name: bundle.extractfile(member) for member in bundle.getmembers()}
+        return {name.removeprefix("megalaunch/"): file.read().decode() for name, file in files.items() if file}
+
+
+def test_it_has_the_records_of_the_run_and_nothing_else(run, tmp_path):
+    target = tmp_path / "report.tar.gz"
+    names = write_bundle(target, {"python": "3.11"}, run, {"NCCL_DEBUG": "INFO", "LANG": "C"})
+    found = contents(target)
+    assert set(found) == set(names)
+    assert set(found) == {
+        "doctor.json", "versions.txt", "environment.txt", "run/spec.yaml", "run/overrides.txt", "run/outcome.json",
+        "run/events.jsonl", "run/metrics.jsonl", "run/logs/rank_0.log",
+    }  # fmt: skip
+    assert json.loads(found["doctor.json"]) == {"python": "3.11"}
+    assert found["environment.txt"] == "NCCL_DEBUG=INFO\n"
+    assert "hydra-core==" in found["versions.txt"]
+    assert found["run/spec.yaml"] == run.spec.read_text()
+    assert found["run/metrics.jsonl"] == run.metrics.read_text()
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_no_secret_is_in_it(run, tmp_path):
+    environment = {"HF_TOKEN": SECRET, "MEGALAUNCH_API_KEY": "another-secret", "NCCL_SOCKET_IFNAME": "eth0"}
+    run.events.write_text(f"an error that quotes {SECRET} and another-secret\n")
+    target = tmp_path / "report.tar.gz"
+    write_bundle(target, {}, run, environment)
+    text = "\n".join(contents(target).values())
+    credentials = read_credentials(run.rendezvous)
+    for secret in (SECRET, "another-secret", credentials.secret, credentials.run_id):
+        assert secret not in text
+    assert "NCCL_SOCKET_IFNAME=eth0" in text
+    assert "HF_TOKEN=[redacted]" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"WANDB_API_KEY={SECRET}",
+        f"password: {SECRET}",
+        f'{{"client_secret": "{SECRET}"}}',
+        f"AWS_ACCESS_KEY_ID={SECRET}",
+        f"--hub-token {SECRET} --steps 3",
+        f"Authorization: Bearer {SECRET}",
+        f"https://me:{SECRET}@example.org/x",
+        "hf_" + "aB3" * 8,
+        "ghp_" + "aB3" * 12,
+        "sk-" + "aB3" * 8,
+        "AKIA" + "ABCD" * 4,
+        "eyJhbGciOi.eyJzdWIi.c2lnbmF0dXJl",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nMIIE\n",
+    ],
+)
+def test_a_secret_is_recognised_by_its_name_or_form(text):
+    shown = redact(text)
+    assert "[redacted]" in shown
+    for part in (SECRET, "aB3aB3", "ABCDABCD", "c2lnbmF0dXJl", "MIIE"):
+        assert part not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tokens_per_second: 3913", "data.validation_tokens=100", "tokenizer.path=t.json", "tokens 675,840", "key=3"],
+)
+def test_settings_of_a_run_are_kept(text):
+    assert redact(text) == text
+
+
+def test_the_home_directory_is_not_named():
+    assert redact(f"{Path.home()}/runs/a") == "~/runs/a"
+
+
+def test_only_the_end_of_a_long_file_is_collected_from_the_start_of_a_line(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "MOST_BYTES", 30)
+    run.rank_log(0).write_text(f"api_key={SECRET} end of the line\nthe last line\n")
+    write_bundle(tmp_path / "report.tar.gz", {}, run, {})
+    assert contents(tmp_path / "report.tar.gz")["run/logs/rank_0.log"] == "(the start is left out)\nthe last line\n"
+
+
+def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(MEGALAUNCH), "doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "HF_TOKEN": SECRET})
+
+
+def test_the_command_writes_it_and_says_what_is_in_it(run, tmp_path):
+    target = tmp_path / "report.tar.gz"
+    done = doctor("--bundle", target, "--run", run.root)
+    assert done.returncode == 0, done.stderr
+    assert f"{target}: 9 files" in done.stdout
+    assert "read the files before you send them" in done.stdout
+    found = contents(target)
+    assert json.loads(found["doctor.json"])["packages"]
+    assert SECRET not in "\n".join(found.values())
+
+
+@pytest.mark.parametrize(
+    ("bundle", "run_name", "message"),
+    [
+        ("new.tar.gz", "logs", "logs is not a run directory: it has no spec.yaml"),
+        ("spec.yaml", None, "spec.yaml exists: give another name to --bundle"),
+        ("none/new.tar.gz", None, "none is no directory: give another name to --bundle"),
+        (None, ".", "--run is for --bundle"),
+    ],
+)
+def test_wrong_uses_are_refused(run, bundle, run_name, message):
+    arguments = ["--bundle", run.root / bundle] if bundle else []
+    refused = doctor(*arguments, *(["--run", run.root / run_name] if run_name else []))
+    assert refused.returncode == 2
+    assert message in refused.stderr
