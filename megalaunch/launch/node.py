@@ -1,6 +1,6 @@
 """Launch one node of a run on several nodes: start this node's agent, watch it, forward stop signals to its workers.
 
-The agents of all nodes restart their workers together; no launcher restarts an agent.
+The agents of all nodes restart their workers together; `launcher=ssh` restarts the agents, and their workers with them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
 from megalaunch.platform.allocation import NodePlace
+from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
@@ -43,7 +44,9 @@ class NodeAgent:
     ) -> None:
         self._spec, self._directory, self._place, self._cores = spec, directory, place, cores
         first_node = f"{place.first_node}:{place.port + 1}"  # the launcher of node 0 listens on the first port
-        commands = node_commands(spec, directory.spec, worker_module, first_node=first_node)
+        # A launcher that counts its attempts restarts all nodes itself: the restarts are its own alone.
+        restarts = 0 if ATTEMPT_VARIABLE in os.environ else None
+        commands = node_commands(spec, directory.spec, worker_module, restarts, first_node=first_node)
         self.command = commands[place.rank]
 
     def run(self, stop: StopSignals, poll: Callable[[], None]) -> int:

@@ -15,4 +15,8 @@ def select_launcher(name: str) -> Launcher:
         from megalaunch.launchers.slurm.launcher import SlurmLauncher
 
         return SlurmLauncher()
+    if name == "ssh":
+        from megalaunch.launchers.ssh.launcher import SshLauncher
+
+        return SshLauncher()
     raise LauncherError(f"there is no launcher {name!r} for other machines")

@@ -55,7 +55,7 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sweep.launcher": (
             "The trials of a sweep run on this machine, one after the other.",
-            "In an allocation of several nodes each trial uses all of them; launcher=slurm submits single runs.",
+            "In an allocation of several nodes each trial uses all of them; other launchers start single runs.",
         ),
         "sweep.repeated": (
             "Every point of a sweep is a different run.",

@@ -9,7 +9,7 @@ LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
 ROUND_VARIABLE = "MEGALAUNCH_RENDEZVOUS_ROUND"
 """Number of rendezvous of the agents so far; separates the rounds' keys in the shared store."""
 ATTEMPT_VARIABLE = "MEGALAUNCH_ATTEMPT"
-"""Number of agents that the launcher has started before this one."""
+"""Number of agents that the launcher has started before this one; set where it restarts them itself."""
 
 
 def current_attempt(environment: Mapping[str, str]) -> int:

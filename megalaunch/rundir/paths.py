@@ -105,6 +105,10 @@ class RunDirectory:
         """Output of the elastic agents."""
         return self.logs / "agent.log"
 
+    def node_log(self, node: int | str) -> Path:
+        """Output of the command on a node that was started by ssh; `*`: the pattern of all."""
+        return self.logs / f"node_{node}.log"
+
     def rank_log(self, rank: int) -> Path:
         """Output of rank `rank`."""
         return self.logs / f"rank_{rank}.log"

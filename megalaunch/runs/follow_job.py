@@ -100,7 +100,7 @@ def _follow(view: JobView, launcher: Launcher, record: JobRecord, stop: StopSign
     status, questions, stopped = JobStatus("pending", "submitted"), _Questions(answered=time.monotonic()), 0
     while True:
         now = time.monotonic()
-        if now >= questions.next:
+        if now >= questions.next or launcher.attached:
             newest = _ask(launcher, record, questions, display, now)
             if newest is not None:
                 _say_change(status, newest, record, view.state, display)

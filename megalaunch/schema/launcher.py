@@ -7,16 +7,17 @@ from typing import Literal
 
 from megalaunch.schema.setting import setting
 from megalaunch.schema.slurm import SlurmSpec
+from megalaunch.schema.ssh import SshSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec:
     """Restarts, timeouts and stopping. PyTorch's elastic agent starts the workers."""
 
-    name: Literal["local", "slurm"] = setting(
+    name: Literal["local", "slurm", "ssh"] = setting(
         "local",
-        "Where to start the elastic agents: on this machine, or on the nodes of a job of Slurm; inside an allocation "
-        "always on its nodes.",
+        "Where to start the elastic agents: on this machine, on the nodes of a job of Slurm, or on hosts by ssh; "
+        "inside an allocation always on its nodes.",
     )
     python: str | None = setting(None, "Python of the nodes; null: the path of this one, or `python3` in a container.")
     max_restarts: int = setting(3, "Restarts in a row after failures; each new checkpoint resets the count.", minimum=0)
@@ -44,3 +45,4 @@ class LauncherSpec:
         30.0, "Time from a stop signal until the workers are killed.", "seconds", minimum=1
     )
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    ssh: SshSpec = field(default_factory=SshSpec)

@@ -52,7 +52,7 @@ ARROWS = {
         "format",
         "fs",
     ),
-    "launchers": ("schema", "rundir", "fs"),
+    "launchers": ("schema", "launch", "rundir", "fs"),
     "kernels": ("platform",),
     "engine": (
         "schema",

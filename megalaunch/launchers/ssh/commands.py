@@ -1,0 +1,95 @@
+"""The command line of ssh for each node, and the order that goes over it: variables are in the order alone."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.launchers.ssh.remote_agent import NodeOrder
+from megalaunch.rundir.environment import ATTEMPT_VARIABLE
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema.ssh import SshSpec
+
+_AGENT = "megalaunch.launchers.ssh.remote_agent"
+_ALIVE_SECONDS = 5  # between two questions of ssh to its server; it ends after three without an answer
+
+
+def ssh_commands(job: Job) -> list[list[str]]:
+    """Return the command line for each node, in order. It asks no question, and shares no connection with others."""
+    ssh, python = job.settings.ssh, job.settings.python or sys.executable
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(ssh.connect_timeout),
+        "ServerAliveInterval": str(_ALIVE_SECONDS),
+        "ServerAliveCountMax": "3",
+        "ControlPath": "none",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    agent = shlex.join([python, "-m", _AGENT])  # the login shell of the host splits it again
+    return [["ssh", "-T", *_config(ssh), *words, host, agent] for host in ssh.hosts[: job.nodes]]
+
+
+def node_orders(job: Job, environment: Mapping[str, str], shared_text: str, attempt: int) -> list[NodeOrder]:
+    """Return what each node runs: the command as typed, with the variables that tell a node its place.
+
+    Args:
+        environment: of this process; launcher.ssh.environment says what of it is copied.
+        shared_text: of job.json, which a node must see.
+
+    Raises:
+        LauncherError: ssh does not tell the address of node 0.
+    """
+    ssh = job.settings.ssh
+    copied = {name: value for name, value in environment.items() if any(fnmatchcase(name, p) for p in ssh.environment)}
+    common = {
+        **copied,
+        ATTEMPT_VARIABLE: str(attempt),
+        "GROUP_WORLD_SIZE": str(job.nodes),
+        "MASTER_ADDR": ssh.master_addr or _address(ssh),
+        "MASTER_PORT": str(ssh.master_port),
+    }
+    shared = str(RunDirectory(job.directory).job)
+    return [
+        NodeOrder(job.arguments, {**common, "GROUP_RANK": str(node)}, str(job.working_directory), shared, shared_text)
+        for node in range(job.nodes)
+    ]
+
+
+def shown_plan(job: Job, environment: Mapping[str, str]) -> str:
+    """Return the command line and the order of each node, with the names of copied variables in place of values."""
+    hidden = {name: f"<value of {name}>" for name in environment}
+    lines = []
+    orders = node_orders(job, hidden, "<text of this file>", attempt=0)
+    for node, (command, order) in enumerate(zip(ssh_commands(job), orders, strict=True)):
+        text = order.to_line().decode()
+        lines += [
+            f"# node {node}: {job.settings.ssh.hosts[node]}, with the second line on stdin",
+            shlex.join(command),
+            text,
+        ]
+    return "\n".join(line.rstrip("\n") for line in lines) + "\n"
+
+
+def _config(ssh: SshSpec) -> list[str]:
+    return [] if ssh.config is None else ["-F", ssh.config]
+
+
+def _address(ssh: SshSpec) -> str:
+    """Return the name or address of the first host, as ssh's configuration has it; nothing is connected."""
+    host = ssh.hosts[0]
+    try:
+        shown = subprocess.run(
+            ["ssh", "-G", *_config(ssh), host], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+        )
+    except FileNotFoundError:
+        raise LauncherError("ssh is not found on this machine", "install the client of OpenSSH") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LauncherError(f"ssh does not work: {error}") from error
+    if shown.returncode != 0:
+        raise LauncherError(f"ssh: {shown.stderr.strip()}", "repair the configuration of ssh (launcher.ssh.config)")
+    fields = dict(line.partition(" ")[::2] for line in shown.stdout.splitlines())
+    return fields.get("hostname") or host.rpartition("@")[2]

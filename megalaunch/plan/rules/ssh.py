@@ -1,0 +1,36 @@
+"""Rules of a run whose nodes are started by ssh. Whether a host answers is known only at the launch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+
+_HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][\w.:-]*")  # never an option of ssh, nor a command
+
+
+@rule("launcher.ssh_hosts", "launcher.ssh.hosts has a host for each node.")
+def ssh_hosts(at: RuleContext) -> Iterator[Violation]:
+    """One agent runs on each host: two on one host would share its devices and the port of node 0."""
+    if at.spec.launcher.name != "ssh":
+        return
+    hosts, nodes = at.spec.launcher.ssh.hosts, at.spec.cluster.nodes
+    wrong = [host for host in hosts if not _HOST.fullmatch(host)]
+    if wrong:
+        yield Violation(
+            "launcher.ssh.hosts", f"{wrong[0]!r} is not a host or USER@HOST; a port is of launcher.ssh.config"
+        )
+    elif len(set(hosts)) < len(hosts):
+        kept = tuple(dict.fromkeys(hosts))
+        yield Violation(
+            "launcher.ssh.hosts", "a host is there twice, but each has one node", fixes=({"launcher.ssh.hosts": kept},)
+        )
+    elif isinstance(nodes, int) and len(hosts) < nodes:
+        fixes = ({"cluster.nodes": len(hosts)},) if hosts else ()
+        yield Violation(
+            "launcher.ssh.hosts",
+            f"the run has {nodes} node{'s' if nodes > 1 else ''}, but launcher.ssh.hosts has {len(hosts) or 'none'}",
+            {"nodes": nodes, "hosts": len(hosts)},
+            fixes,
+        )

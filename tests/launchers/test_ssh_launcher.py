@@ -1,0 +1,189 @@
+"""Runs by ssh without a server: what goes over the connection, and what a node answers on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from launching import wait_until
+from training import tiny_overrides
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.launchers.launcher import LauncherError
+from megalaunch.launchers.record import JobRecord
+from megalaunch.launchers.ssh import remote_agent
+from megalaunch.launchers.ssh.connection import Connection
+from megalaunch.launchers.ssh.launcher import SshLauncher
+from megalaunch.launchers.ssh.remote_agent import NodeOrder, greeting
+from megalaunch.rundir.paths import RunDirectory
+
+# `ssh -G` tells the address of a host; without it, what a host says and how ssh ends there.
+_SSH = """#!/bin/sh
+case "$*" in *" -G "*|"-G "*) echo "hostname 10.0.0.1"; exit 0;; esac
+{answer}
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """Returns a function that sets what ssh does."""
+    program = tmp_path / "bin/ssh"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+
+    def answer(line):
+        program.write_text(_SSH.format(answer=line))
+        program.chmod(0o755)
+
+    answer("exit 255")
+    return answer
+
+
+def train(folder, *more):
+    hosts = ("launcher=ssh", "cluster.nodes=2", "launcher.ssh.hosts=[me@a,b]")
+    return CliRunner().invoke(app, ["train", *tiny_overrides(folder, *hosts, *more)])
+
+
+def test_a_dry_run_prints_each_command_and_its_order_without_a_secret(ssh, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary-of-a-token")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    done = train(tmp_path, "--dry-run", "launcher.ssh.environment=[HF_*]", "launcher.python=/opt/my python")
+    assert done.exit_code == 0, done.output
+    first, command, order, second, *_ = done.stdout.split("\n\n", 1)[1].splitlines()
+    assert first == "# node 0: me@a, with the second line on stdin"
+    assert second.startswith("# node 1: b, ")
+    words = shlex.split(command)
+    assert words[:3] == ["ssh", "-T", "-o"]
+    assert "BatchMode=yes" in words
+    assert words[-2:] == ["me@a", "'/opt/my python' -m megalaunch.launchers.ssh.remote_agent"]
+    row = json.loads(order)
+    assert row["arguments"][:2] == ["train", "recipe=tiny"]
+    assert "cluster.devices_per_node=2" in row["arguments"]  # it was open, and is what the check assumed
+    assert row["environment"] == {
+        "HF_TOKEN": "<value of HF_TOKEN>",
+        "MEGALAUNCH_ATTEMPT": "0",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29400",
+        "GROUP_RANK": "0",
+    }
+    assert "canary-of-a-token" not in done.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("echo me@a: Permission denied >&2; exit 255", "node 0 (me@a) refuses the login: me@a: Permission denied"),
+        ("echo Host key verification failed. >&2; exit 255", "node 0 (me@a) has an unknown host key"),
+        ("echo connect to host a: No route to host >&2; exit 255", "node 0 (me@a) is not reached: connect to host a"),
+        ("echo sh: python: not found >&2; exit 127", "has no /opt/python: sh: python: not found"),
+        ("echo No module named megalaunch >&2; exit 1", "node 0 (me@a) has no megalaunch for /opt/python"),
+        ("exit 3", "node 0 (me@a) did not start: ssh ended with code 3"),
+        (
+            """echo '{"greeting": {"python": "3.1", "megalaunch": "0.1.0"}}'; read order""",
+            f"node 0 (me@a) has python 3.1 in place of {greeting()['python']}",
+        ),
+        (
+            f"""echo '{json.dumps({"greeting": greeting()})}'; read order; echo '{{"refused": "is full"}}'""",
+            "node 0 (me@a) is full",
+        ),
+    ],
+)
+def test_what_a_host_answers_is_explained_with_a_fix(ssh, tmp_path, answer, message):
+    ssh(answer)
+    done = train(tmp_path, "launcher.python=/opt/python")
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "\nfix:  " in done.stderr
+    assert not RunDirectory(tmp_path / "run").job.exists()
+
+
+def test_without_ssh_the_command_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = train(tmp_path)
+    assert done.exit_code == 2
+    assert "ssh is not found on this machine\nfix:  install the client of OpenSSH" in done.stderr
+
+
+def test_what_ends_with_its_command_is_not_detached(ssh, tmp_path):
+    done = train(tmp_path, "--detach")
+    assert done.exit_code == 2
+    assert "launcher=ssh ends its nodes when this command ends\nfix:  nohup or tmux" in done.stderr
+
+
+def test_a_job_of_another_machine_is_asked_for_there():
+    record = JobRecord("ssh", 1, "x", 2, 0.0, "elsewhere", "")
+    with pytest.raises(LauncherError, match="process 1 on elsewhere holds the job"):
+        SshLauncher().status(record)
+
+
+def order_of(folder, *arguments, text="mine"):
+    (folder / "job.json").write_text("mine")
+    return NodeOrder(arguments, {"GROUP_RANK": "1"}, str(folder), str(folder / "job.json"), text)
+
+
+def node(folder):
+    """The agent of a node as a process of this machine."""
+    command = [sys.executable, "-m", "megalaunch.launchers.ssh.remote_agent"]
+    return Connection(1, "b", command, folder / "node_1.log")
+
+
+def test_a_node_tells_the_exit_code_of_its_command(tmp_path):
+    there = node(tmp_path)
+    there.send(order_of(tmp_path, "status", str(tmp_path / "absent")))
+    wait_until(lambda: there.poll() or there.ended, 30)
+    there.poll()
+    assert there.said["greeting"] == greeting()
+    assert there.exit_code == 2
+    assert not there.was_lost
+    assert there.wait()
+    assert "absent" in (tmp_path / "node_1.log").read_text()
+
+
+def test_a_lease_that_ends_kills_the_command(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.logs.mkdir()
+    run.spec.write_text("{}")
+    run.job.write_text("{}")
+    there = node(tmp_path)
+    there.send(order_of(tmp_path, "logs", "--follow", str(tmp_path)))
+    wait_until(lambda: there.poll() or "started" in there.said, 30)
+    pid = there.said["started"]
+    assert there.wait()
+    assert there.exit_code is None
+    assert not there.was_lost
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"working_directory": "/absent"}, "has no directory /absent, in which the command was typed"),
+        ({"shared_file": "/absent/job.json"}, "does not share the run directory /absent"),
+        ({"shared_text": "another's"}, "does not share the run directory "),
+    ],
+)
+def test_a_host_without_the_files_of_the_run_refuses(tmp_path, monkeypatch, change, reason):
+    monkeypatch.setattr(remote_agent, "_SHARE_SECONDS", 0.1)
+    order = order_of(tmp_path)
+    assert remote_agent._refusal(order) is None
+    assert remote_agent._refusal(NodeOrder(**{**vars(order), **change})).startswith(reason)
+
+
+def test_a_silent_client_ends_the_lease(monkeypatch):
+    read, write = os.pipe()
+    lease = remote_agent.Lease(read)
+    os.write(write, b"\nstop\n\nsto")
+    assert list(lease.lines(1)) == [b"stop"]
+    assert not lease.ended
+    monkeypatch.setattr(remote_agent, "LEASE_SECONDS", 0.0)
+    assert list(lease.lines(0.01)) == []
+    assert lease.ended
