@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from launching import tiny_spec, wait_until
 from training import tiny_overrides
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.launch.node import NodeAgent
 from megalaunch.launchers.launcher import LauncherError
 from megalaunch.launchers.record import JobRecord
 from megalaunch.launchers.ssh import remote_agent
 from megalaunch.launchers.ssh.connection import Connection
 from megalaunch.launchers.ssh.launcher import SshLauncher
 from megalaunch.launchers.ssh.remote_agent import NodeOrder, greeting
+from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.paths import RunDirectory
 
 # `ssh -G` tells the address of a host; without it, what a host says and how ssh ends there.
@@ -187,3 +189,52 @@ def test_a_silent_client_ends_the_lease(monkeypatch):
     monkeypatch.setattr(remote_agent, "LEASE_SECONDS", 0.0)
     assert list(lease.lines(0.01)) == []
     assert lease.ended
+
+
+def playing_hosts(code):
+    """What ssh does where each command ends at once with this exit code."""
+    records = ({"greeting": greeting()}, {"started": 1}, {"exit": code})
+    first, *others = [f"echo '{json.dumps(record)}'" for record in records]
+    return f"{first}; read order; {'; '.join(others)}"
+
+
+@pytest.mark.parametrize(
+    ("code", "nodes", "restarts", "exit_code"),
+    [
+        (5, 2, 2, 5),  # a node or its agent has crashed
+        (-9, 2, 2, 5),
+        (-9, 1, 2, 5),
+        (5, 1, 0, 5),  # the launcher of the one node has restarted its workers already
+        (3, 2, 0, 5),  # ended on purpose: a restart would end alike
+    ],
+)
+def test_failed_nodes_are_started_again_within_the_budget(ssh, tmp_path, code, nodes, restarts, exit_code):
+    ssh(playing_hosts(code))
+    budget = ("launcher.max_restarts=2", "launcher.restart_backoff=0.1", f"cluster.nodes={nodes}")
+    done = train(tmp_path, *budget)
+    assert done.exit_code == exit_code
+    ended = "exit code" if code > 0 else "signal"
+    assert f"ended without an outcome of the run: FAILED (node 0 (me@a) ended with {ended} {abs(code)}" in done.stderr
+    events = RunDirectory(tmp_path / "run").events
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    assert [event["attempt"] for event in told if event["event"] == "restart"] == list(range(1, restarts + 1))
+
+
+def test_an_outcome_of_an_earlier_attempt_is_not_that_of_the_job(ssh, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    outcome = json.dumps({"exit_code": 0, "reason": "of the first attempt", "step": 1, "details": {}})
+    once = f"test -e once || echo '{outcome}' > {run.outcome}; touch once"
+    ssh(playing_hosts(5).replace('; echo \'{"exit"', f'; {once}; echo \'{{"exit"'))
+    done = train(tmp_path, "launcher.max_restarts=1")
+    assert done.exit_code == 5
+    assert "of the first attempt" not in done.stdout
+    assert not run.outcome.exists()
+
+
+@pytest.mark.parametrize(("variables", "expected"), [({}, False), ({"MEGALAUNCH_ATTEMPT": "0"}, True)])
+def test_agents_do_not_restart_what_the_launcher_restarts(tmp_path, monkeypatch, variables, expected):
+    monkeypatch.delenv("MEGALAUNCH_ATTEMPT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    agent = NodeAgent(tiny_spec(cluster__nodes=2), RunDirectory(tmp_path), NodePlace(1, "a"), 2)
+    assert ("--max-restarts=0" in agent.command) == expected
