@@ -174,6 +174,18 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def with_local_shard(like: Tensor, shard: Tensor) -> Tensor:
+    """Return a DTensor sharded as another one, with a local tensor on any device (`from_local` would move it).
+
+    Of a plain tensor the shard is the whole: it is returned as it is.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return shard
+    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def init_fake_process_group(rank: int, world_size: int) -> None:
     """Initialize torch's fake process group, whose collectives send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

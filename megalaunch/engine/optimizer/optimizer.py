@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.host_memory import HostCopies, PinnedHostCopies, choose_offloaded
 from megalaunch.engine.optimizer.muon import Muon
 from megalaunch.engine.optimizer.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.engine.precision.policy import compute_dtype, moment_dtype
@@ -31,15 +35,22 @@ class _Group:
 class Optimizer:
     """Update rules on this rank's shards.
 
-    Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts.
+    Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts. The states of a fraction
+    of the parameters may be in host memory (`optimizer_offload_fraction`), copied by `host` (None: as the device does).
     """
 
-    def __init__(self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec) -> None:
+    def __init__(
+        self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec, host: HostCopies | None = None
+    ) -> None:
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
         self._state_dtype = moment_dtype(precision)
         self._groups = _groups(self._parameters, spec, precision)
         self._rules = {name: group.rule for group in self._groups for name in group.names}
+        self._offloaded = choose_offloaded(self._parameters, spec.optimizer_offload_fraction)
+        if host is None and self._offloaded:
+            host = PinnedHostCopies(to_local_no_grad(self.parameters[0]).device)
+        self._host = host
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -55,13 +66,49 @@ class Optimizer:
             divisor: Gradients are divided by it inside fused updates, which saves a pass over them (clipping).
             embedding_lr: Learning rate of embedding and head; None: `learning_rate`.
         """
-        for group in self._groups:
-            trained = {name: self._parameters[name] for name in group.names if self._parameters[name].grad is not None}
-            gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+        rates = [embedding_lr if group.has_embedding_lr else None for group in self._groups]
+        updates = [
+            partial(
+                Update,
+                learning_rate=learning_rate if rate is None else rate,
+                weight_decay=group.weight_decay,
+                divisor=divisor,
+            )
+            for group, rate in zip(self._groups, rates, strict=True)
+        ]
+        on_host = [self._trained(group, offloaded=True) for group in self._groups]
+        for trained in on_host:
+            self._send_to_host(trained)
+        for group, make_update in zip(self._groups, updates, strict=True):
+            trained = self._trained(group, offloaded=False)
             states = [self._state(name) for name in trained]
-            rate = embedding_lr if group.has_embedding_lr and embedding_lr is not None else learning_rate
-            group.rule.apply(Update(list(trained.values()), gradients, states, rate, group.weight_decay, divisor))
+            group.rule.apply(make_update(list(trained.values()), _gradients(trained), states))
+        for group, make_update, trained in zip(self._groups, updates, on_host, strict=True):
+            self._update_on_host(group.rule, make_update, trained)
+        if self._host is not None:
+            self._host.finish()
         self.drop_grads()
+
+    def _trained(self, group: _Group, *, offloaded: bool) -> dict[str, nn.Parameter]:
+        """Return the parameters of a group that have gradients, and whose states are on the host or on the device."""
+        names = [name for name in group.names if (name in self._offloaded) == offloaded]
+        return {name: self._parameters[name] for name in names if self._parameters[name].grad is not None}
+
+    def _send_to_host(self, trained: dict[str, nn.Parameter]) -> None:
+        """Start the copies of weights and gradients to the host."""
+        for (name, parameter), gradient in zip(trained.items(), _gradients(trained), strict=True):
+            assert self._host is not None, "offloaded parameters have a host"
+            self._host.send(name, to_local_no_grad(parameter), to_local_no_grad(gradient))
+
+    def _update_on_host(
+        self, rule: UpdateRule, make_update: Callable[..., Update], trained: dict[str, nn.Parameter]
+    ) -> None:
+        """Update weights and states on the host, one parameter after the other, and start the copies back."""
+        for name, parameter in trained.items():
+            assert self._host is not None, "offloaded parameters have a host"
+            weight, gradient = self._host.receive(name)
+            rule.apply(make_update([weight], [gradient], [self._state(name)]))
+            self._host.send_back(name, to_local_no_grad(parameter))
 
     def drop_grads(self) -> None:
         """Free the gradients: after an update, or in its place if the step is skipped."""
@@ -84,15 +131,23 @@ class Optimizer:
     def _state(self, name: str) -> ParameterState:
         """Return the state of a parameter; made when first asked for, as its memory is not needed before."""
         if name not in self._states:
-            parameter = self._parameters[name]
-            # the fused update requires the count on the parameter's device
-            count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            parameter, dtype = self._parameters[name], self._state_dtype
             names = self._rules[name].state_names
-            tensors = {
-                state: torch.zeros_like(parameter, dtype=self._state_dtype, requires_grad=False) for state in names
-            }
+            # the fused update requires the count on the device of the states
+            if name in self._offloaded:
+                assert self._host is not None, "offloaded parameters have a host"
+                count = torch.zeros((), dtype=torch.float32, device="cpu")
+                tensors = {state: self._host.zeros_like(parameter, dtype) for state in names}
+            else:
+                count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                tensors = {state: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for state in names}
             self._states[name] = ParameterState(tensors, count)
         return self._states[name]
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of parameters that all have one."""
+    return [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
 
 
 def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, precision: PrecisionSpec) -> list[_Group]:
