@@ -18,7 +18,13 @@ from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
 from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh
-from megalaunch.engine.simulate.gpu_ops import CPU_KERNELS, GPU_KERNELS, NoCopyOffload, use_gpu_reduce_scatter
+from megalaunch.engine.simulate.gpu_ops import (
+    CPU_KERNELS,
+    GPU_KERNELS,
+    NoCopyOffload,
+    NoHostCopies,
+    use_gpu_reduce_scatter,
+)
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
@@ -115,7 +121,7 @@ def _steps(
         world.enter_context(mode)
     world.enter_context(memory.tracking())
     materialize(model, mesh)
-    optimizer = Optimizer(model, spec.optimizer, spec.precision)
+    optimizer = Optimizer(model, spec.optimizer, spec.precision, NoHostCopies() if on_gpu else None)
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)

@@ -46,6 +46,27 @@ class NoCopyOffload:
         return back
 
 
+class NoHostCopies:
+    """Host memory of a simulated GPU: whatever is in it is empty, and so takes no device memory."""
+
+    def zeros_like(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a state without elements."""
+        return torch.empty(0, dtype=dtype)
+
+    def send(self, name: str, weight: Tensor, gradient: Tensor) -> None:
+        """Copy nothing."""
+
+    def receive(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return a weight and a gradient without elements."""
+        return torch.empty(0), torch.empty(0)
+
+    def send_back(self, name: str, weight: Tensor) -> None:
+        """Copy nothing."""
+
+    def finish(self) -> None:
+        """Wait for nothing."""
+
+
 class _RMSNorm(torch.autograd.Function):
     """Fused RMSNorm: saves its inputs and 1 / rms of each row in fp32 for backward."""
 
