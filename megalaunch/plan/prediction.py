@@ -10,6 +10,7 @@ from megalaunch.plan.batch import steps_by_size, tokens_requested
 from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownChipSpeed, step_time
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
+from megalaunch.plan.memory.host_states import host_bytes_per_node
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
 from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_bytes
 from megalaunch.plan.memory.rank import memory_by_rank
@@ -44,13 +45,14 @@ class Groups:
 class Prediction:
     """The prediction of one spec; `by_rank` is by pipeline rank. `time` is None for a chip without speed figures.
 
-    `why_no_time` is the reason in that case.
+    `why_no_time` is the reason in that case. `host_bytes` are those of optimizer states in the host memory of a node.
     """
 
     topology: Topology
     groups: tuple[Groups, ...]
     by_rank: tuple[Memory, ...]
     device_bytes: int | None
+    host_bytes: float
     flops: int
     full_flops: int
     time: StepTime | None
@@ -87,6 +89,7 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
         groups=tuple(rank_groups(topology)),
         by_rank=tuple(memory_by_rank(spec)),
         device_bytes=chip.memory_bytes if chip else None,
+        host_bytes=host_bytes_per_node(spec),
         flops=step_flops(spec),
         full_flops=step_flops(spec, full_attention=True),
         time=time,

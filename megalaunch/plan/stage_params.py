@@ -19,6 +19,7 @@ from megalaunch.plan.parameters import (
 )
 from megalaunch.plan.stage_validation import PipelineSplit
 from megalaunch.plan.stages import assign_layers
+from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
 
@@ -47,6 +48,25 @@ class DeviceParams:
     root: float
     head: float
     copies: float
+
+
+@dataclass(frozen=True)
+class DataShards:
+    """The ranks over which data parallelism shards gradients and optimizer states: of dense parameters, of experts."""
+
+    dense: int
+    experts: int
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, topology: Topology) -> DataShards:
+        """Return those of a resolved spec; 1 if every rank has them all."""
+        if spec.parallel.data_sharding == "no_shard":
+            return cls(1, 1)
+        return cls(topology.dp_shard * topology.cp, max(1, topology.edp // spec.parallel.dp_replicate))
+
+    def of(self, params: DeviceParams) -> float:
+        """Return the parameters that one rank updates."""
+        return params.dense / self.dense + params.experts / self.experts
 
 
 def chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:

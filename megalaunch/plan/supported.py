@@ -42,7 +42,6 @@ LIMITS = (
     ),
     Limit("precision.fp8.implementation", ("native",), "Transformer Engine"),
     Limit("precision.fp8.param_gather", (False,), "all-gathers of parameters in fp8"),
-    Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
 )
 
 

@@ -55,8 +55,8 @@ def test_one_rank_sends_nothing():
     [
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
         (
-            ("optimizer.optimizer_offload_fraction=0.5",),
-            "  optimizer.optimizer_offload_fraction=0.5  (optimizer states in host memory)",
+            ("precision=fp8", "precision.fp8.implementation=transformer_engine", "model.head_dim=16"),
+            "  precision.fp8.implementation=transformer_engine  (Transformer Engine)",
         ),
         (("parallel.tp=3",), "[parallel."),
         (("--search",), "it cannot be combined with --search, --tokens or --assumptions"),

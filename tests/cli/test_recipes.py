@@ -196,9 +196,13 @@ def test_a_recipe_that_is_not_there(folder, arguments):
 
 
 def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):
-    body = "optimizer: {optimizer_offload_fraction: 0.5}\n"
-    write(folder / "recipes" / "offloads.yaml", f"defaults: [llama3_8b, _self_]\n{body}")
+    write(
+        folder / "conf" / "precision" / "library.yaml",
+        "compute_dtype: fp8\nfp8: {implementation: transformer_engine}\n",
+    )
+    defaults = "defaults: [llama3_8b, override /precision: library, _self_]\n"
+    write(folder / "recipes" / "library.yaml", defaults)
     listed = {line.split()[0]: line for line in run("list").stdout.splitlines()}
-    assert "[plans only: optimizer states in host memory" in listed["offloads"]
+    assert "[plans only: Transformer Engine" in listed["library"]
     assert "[plans only" not in listed["moonlight_16b"]
     assert "[plans only" not in listed["llama3_8b"]

@@ -90,7 +90,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     [
         (["train.stepz=3"], "did you mean"),
         (["+experiment=big"], "unknown key"),
-        (["optimizer.optimizer_offload_fraction=0.5"], "[engine.unsupported]"),
+        (["precision.fp8.implementation=transformer_engine"], "[engine.unsupported]"),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),
         (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),

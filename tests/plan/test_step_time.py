@@ -30,6 +30,19 @@ def _with(spec, **values):
     return derive(with_values(spec, {path.replace("__", "."): value for path, value in values.items()}))[0]
 
 
+def test_states_in_host_memory_are_planned(seventy):
+    """Half of 16 bytes a parameter of a rank (moments, and buffers of weight and gradient), for 8 devices of a node."""
+    states = 2 * 4 + 2 * 4
+    none, half = (predict(_with(seventy, optimizer__optimizer_offload_fraction=f)) for f in (0.0, 0.5))
+    assert none.host_bytes == 0
+    owned = none.memory.optimizer / 8
+    assert half.memory.optimizer == pytest.approx(none.memory.optimizer / 2)
+    assert half.host_bytes >= 0.5 * states * owned * 8 * 0.99
+    assert none.time is not None
+    assert half.time is not None
+    assert half.time.optimizer > none.time.optimizer
+
+
 def test_a_group_inside_a_node_uses_its_links():
     assert WIRES.ring(800.0, 8, 1) == 800 * 7 / 8 / 400
     assert WIRES.ring(800.0, 1, 1) == 0

@@ -118,6 +118,8 @@ def _memory_text(prediction: Prediction) -> str:
     if prediction.topology.pp > 1:
         each = ", ".join(f"{rank.total / _GB:.1f}" for rank in prediction.by_rank[:16])
         lines.append(f"  by pipeline rank: {each}{', ...' if len(prediction.by_rank) > 16 else ''} GB")
+    if prediction.host_bytes:
+        lines.append(f"  optimizer states in host memory: {prediction.host_bytes / _GB:.2f} GB per node")
     return "\n".join(lines)
 
 
@@ -192,6 +194,7 @@ def _as_json(
         "bytes": memory.kinds,
         "total": memory.total,
         "device_bytes": prediction.device_bytes,
+        "host_bytes_per_node": prediction.host_bytes,
         "pipeline_rank": memory.rank,
         "phase": memory.phase,
         "parameters": memory.parameters,

@@ -81,6 +81,14 @@ MEMORY = Constant("memory-bound kernels, of the memory bandwidth", 0.78, "2.6 of
 LINK = Constant("collectives within a node, of the link bandwidth", 0.80, "assumed: 360 of 450 GB/s on H100")
 NETWORK = Constant("collectives between nodes, of the network bandwidth", 0.85, "DeepEP: 43 of 50 GB/s")
 DEFAULT_LINK = Constant("link of a chip without a figure, bytes/s per direction", 25e9, "assumed: PCIe 4 x16")
+HOST_LINK = Constant(
+    "copies between a device and host memory, bytes/s per direction", 25e9, "assumed: PCIe 4 x16, pinned memory"
+)
+HOST_UPDATE = Constant(
+    "parameters per second that the host of a node updates with AdamW",
+    4e9,
+    "assumed: 28 bytes each at 112 GB/s; torch's fused kernel on two cores of an EPYC: 2.0e9",
+)
 DEFAULT_NETWORK = Constant(
     "network of a chip without a figure, bytes/s per device", 25e9, "assumed: 200 Gb/s per device"
 )

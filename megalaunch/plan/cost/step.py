@@ -14,7 +14,8 @@ from megalaunch.plan.cost.communication import CommTime, Interconnect
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
-from megalaunch.plan.stage_params import VirtualStage, chunks_by_rank, params_by_rank
+from megalaunch.plan.memory.model_states import main_param_bytes
+from megalaunch.plan.stage_params import DataShards, DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.schema import RunSpec
@@ -156,7 +157,7 @@ def _assemble(
         launch_overhead=worst.compute * microbatches * c.LAUNCH_OVERHEAD.value + hidden * c.OVERLAP_SLOWDOWN.value,
         communication=communication,
         bubble=_bubble(spec, times, slowest, chunks),
-        optimizer=_optimizer(spec, topology, params.dense, params.experts, device),
+        optimizer=_optimizer(spec, topology, params, device),
         tokens=spec.batch.global_batch_size * spec.batch.sequence_length,
         world=topology.world,
         flops=flops,
@@ -271,13 +272,17 @@ def _bubble(spec: RunSpec, times: list[_RankTime], slowest: int, chunks: int) ->
     return others / (1 if v_shaped else chunks) * _BUBBLE.get(spec.parallel.schedule, 1.0)
 
 
-def _optimizer(spec: RunSpec, topology: Topology, dense: float, experts: float, device: Device) -> float:
-    """Return the seconds to read and write the optimizer states of one device's shard."""
-    if spec.parallel.data_sharding == "no_shard":
-        owned = dense + experts
-    else:
-        owned = dense / (topology.dp_shard * topology.cp) + experts / max(1, topology.edp // spec.parallel.dp_replicate)
-    return owned * c.OPTIMIZER_TRAFFIC.value / device.memory
+def _optimizer(spec: RunSpec, topology: Topology, params: DeviceParams, device: Device) -> float:
+    """Return the seconds to update one device's shard, a fraction of it on the host at the same time.
+
+    The host's update, and the copies of weights and gradients to it and of weights from it, overlap parameter by
+    parameter, so that the slowest of the three is the time. The devices of a node share the host.
+    """
+    owned, fraction = DataShards.from_spec(spec, topology).of(params), spec.optimizer.optimizer_offload_fraction
+    to_host = 2 * main_param_bytes(spec) * owned * fraction / c.HOST_LINK.value
+    on_host = owned * fraction * topology.devices_per_node / c.HOST_UPDATE.value
+    on_device = owned * (1 - fraction) * c.OPTIMIZER_TRAFFIC.value / device.memory
+    return max(on_device, on_host, to_host)
 
 
 def _model_flops(spec: RunSpec) -> tuple[int, int]:

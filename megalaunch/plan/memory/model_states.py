@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
-from megalaunch.plan.stage_params import DeviceParams
+from megalaunch.plan.stage_params import DataShards, DeviceParams
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.optimizer import OptimizerSpec
@@ -59,15 +59,12 @@ def model_states(
     spec: RunSpec, topology: Topology, params: DeviceParams, profile: MemoryProfile, in_flight: int = 1
 ) -> ModelStates:
     """Return the states of one rank's parameters, with at most `in_flight` microbatches in flight."""
-    replicated = spec.parallel.data_sharding == "no_shard"
-    shards = 1 if replicated else topology.dp_shard * topology.cp
-    expert_shards = 1 if replicated else max(1, topology.edp // spec.parallel.dp_replicate)
-    sharded_params = params.dense / shards + params.experts / expert_shards
+    data_shards = DataShards.from_spec(spec, topology)
+    shards, sharded_params = data_shards.dense, data_shards.of(params)
     updated_root = (params.root - params.copies) / shards
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
-    moment_bytes = _BYTES[spec.precision.exp_avg_dtype] * on_device
-    layer_bytes = states_per_parameter(spec.optimizer) * moment_bytes
-    root_bytes = root_states_per_parameter(spec.optimizer) * moment_bytes
+    layer_bytes = states_per_parameter(spec.optimizer) * moment_bytes(spec) * on_device
+    root_bytes = root_states_per_parameter(spec.optimizer) * moment_bytes(spec) * on_device
     root_extra = (root_bytes - layer_bytes) * updated_root
     if profile.sharded_main_params:
         optimizer = layer_bytes * (sharded_params - params.copies / shards) + root_extra
@@ -100,6 +97,11 @@ def root_states_per_parameter(optimizer: OptimizerSpec) -> int:
 def main_param_bytes(spec: RunSpec) -> int:
     """Return the bytes of a main parameter (master weight)."""
     return _BYTES[spec.precision.main_params_dtype]
+
+
+def moment_bytes(spec: RunSpec) -> int:
+    """Return the bytes of a number of an optimizer state."""
+    return _BYTES[spec.precision.exp_avg_dtype]
 
 
 def _computes_with_main_params(spec: RunSpec) -> bool:
@@ -190,11 +192,14 @@ def _fsdp(
 
 
 def _update(spec: RunSpec, params: DeviceParams, sharded_params: float, shards: int) -> MemoryPhase | None:
-    """Return the phase of the update: the largest matrix needs copies in fp32 of what is in bf16, piece by piece."""
+    """Return the phase of the update: the largest matrix needs copies in fp32 of what is in bf16, piece by piece.
+
+    Nothing is updated on the device if all states are in host memory.
+    """
     main = main_param_bytes(spec)
     copies = 2 * (main < _BYTES["fp32"])  # weights and gradients
     copies += states_per_parameter(spec.optimizer) * (spec.precision.exp_avg_dtype != "fp32")
-    if not copies:
+    if not copies or spec.optimizer.optimizer_offload_fraction == 1:
         return None
     piece = min(UPDATE_PIECE, max(params.head, params.layer) / shards)
     return MemoryPhase(main * sharded_params, main * sharded_params, copies * _BYTES["fp32"] * piece)

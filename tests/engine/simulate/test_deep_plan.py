@@ -17,7 +17,7 @@ from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.topology import Topology
-from megalaunch.schema import RunSpec
+from megalaunch.schema import RunSpec, with_values
 
 TOKENS, H, Q, K, N, F, V = 512, 64, 64, 32, 4, 96, 512
 
@@ -214,8 +214,8 @@ def test_names_of_groups():
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
         deep_plan(small_spec(parallel__dp=2), 2)
-    with pytest.raises(ValueError, match=r"does not run optimizer\.optimizer_offload_fraction=0\.5"):
-        deep_plan(small_spec(optimizer__optimizer_offload_fraction=0.5))
+    with pytest.raises(ValueError, match=r"does not run precision\.fp8\.implementation=transformer_engine"):
+        deep_plan(with_values(small_spec(), {"precision.fp8.implementation": "transformer_engine"}))
     assert not dist.is_initialized()
 
 

@@ -49,6 +49,7 @@ CAPPED = "model.final_logit_softcapping=30"
 SELECTIVE = "recompute=selective"
 MATH = "model.attention_backend=math"
 SINKS = "model.attention_sinks=true"
+OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 PACKED = "data.reset_attention_mask=true"
 
@@ -98,6 +99,11 @@ CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=muon",)),
     Case("dp", 1, (8, 4, 2048), LOSS),
     Case("dp", 1, (4, 4, 2048), LOSS, precision="fp32"),
+    Case("dp", 2, (8, 4, 2048), LOSS, (f"{OFFLOADED}=1",)),
+    Case("zero1", 2, (8, 4, 2048), LOSS, (f"{OFFLOADED}=0.5",)),
+    Case("zero3", 2, (4, 2, 1024), LAYER, (FEW_WORDS, f"{OFFLOADED}=0.5")),
+    Case("zero2", 2, (8, 2, 1024), LAYER, (FEW_WORDS, MAIN_IN_BF16, f"{OFFLOADED}=1")),
+    Case("tp2pp2", 4, (8, 2, 2048), LOSS, ("model.num_layers=4", f"{OFFLOADED}=0.5"), 2),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,), precision="fp16"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),

@@ -68,6 +68,14 @@ def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
     assert [line["step"] for line in metrics(tmp_path / "whole") if "validation_loss" in line] == [3, 6, 9, 10]
 
 
+def test_a_run_goes_on_exactly_with_other_states_in_host_memory(spec, whole, tmp_path):
+    """Saved with all optimizer states in host memory, resumed with half of them there."""
+    for fraction, last in ((1.0, 4), (0.5, None)):
+        values = {"optimizer.optimizer_offload_fraction": fraction, "train.exit_at_step": last}
+        run(with_values(spec, values), tmp_path / "parts")
+    assert_same_run(whole, tmp_path / "parts")
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 def test_resume_with_a_padded_vocabulary_is_exact(spec, tmp_path):
     """No checkpoint holds the rows that pad 61 tokens over two ranks: they are not what memory happens to hold."""

@@ -32,7 +32,7 @@ CASES = {
     "run.local_paths": Case("data.corpus=https://a.example/b.txt", "data.corpus=https:/a.example/b.txt"),
     "run.name": Case("run.name=a/b", "run.name=a-b_c.1"),
     "engine.unsupported": Case(
-        "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0.0", purpose="train"
+        "precision.fp8.implementation=transformer_engine", "precision.fp8.implementation=native", purpose="train"
     ),
     "launcher.multi_node": Case("cluster.nodes=2", "cluster.nodes=1", (*TINY, "batch.global_batch_size=16"), "train"),
 }
