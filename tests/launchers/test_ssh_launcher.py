@@ -17,7 +17,7 @@ from megalaunch.cli.app import app
 from megalaunch.launch.node import NodeAgent
 from megalaunch.launchers.launcher import LauncherError
 from megalaunch.launchers.record import JobRecord
-from megalaunch.launchers.ssh import remote_agent
+from megalaunch.launchers.ssh import connection, nodes, remote_agent
 from megalaunch.launchers.ssh.connection import Connection
 from megalaunch.launchers.ssh.launcher import SshLauncher
 from megalaunch.launchers.ssh.remote_agent import NodeOrder, greeting
@@ -145,7 +145,6 @@ def test_a_node_tells_the_exit_code_of_its_command(tmp_path):
     there.poll()
     assert there.said["greeting"] == greeting()
     assert there.exit_code == 2
-    assert not there.was_lost
     assert there.wait()
     assert "absent" in (tmp_path / "node_1.log").read_text()
 
@@ -161,7 +160,6 @@ def test_a_lease_that_ends_kills_the_command(tmp_path):
     pid = there.said["started"]
     assert there.wait()
     assert there.exit_code is None
-    assert not there.was_lost
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -238,3 +236,14 @@ def test_agents_do_not_restart_what_the_launcher_restarts(tmp_path, monkeypatch,
         monkeypatch.setenv(name, value)
     agent = NodeAgent(tiny_spec(cluster__nodes=2), RunDirectory(tmp_path), NodePlace(1, "a"), 2)
     assert ("--max-restarts=0" in agent.command) == expected
+
+
+def test_a_start_waits_until_the_lease_of_a_host_that_does_not_answer_is_over(ssh, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(nodes, "_FAILED_SECONDS", 0.2)
+    monkeypatch.setattr(nodes, "LEASE_SECONDS", 0.3)
+    silent = playing_hosts(5).rpartition(";")[0]
+    ssh(f'case "$*" in *" b "*) {silent}; exec sleep 30;; esac; {playing_hosts(5)}')
+    assert train(tmp_path, "launcher.max_restarts=1").exit_code == 5
+    told = [json.loads(line) for line in (RunDirectory(tmp_path / "run").events).read_text().splitlines()]
+    assert [event["pause_seconds"] for event in told if event["event"] == "restart"] == [0.3]

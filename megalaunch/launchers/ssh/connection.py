@@ -13,7 +13,7 @@ from typing import Any
 
 from megalaunch.fs import open_file
 from megalaunch.launchers.launcher import LauncherError
-from megalaunch.launchers.ssh.remote_agent import BEAT_SECONDS, STOP, NodeOrder, greeting
+from megalaunch.launchers.ssh.remote_agent import AGENT_CODES, BEAT_SECONDS, STOP, NodeOrder, greeting
 
 _CLOSE_SECONDS = 8.0  # the agent kills what it has started in five
 _TEXT = 4000  # bytes of ssh's messages that are read
@@ -27,7 +27,6 @@ class Connection:
         """Start ssh. Raises LauncherError if there is none."""
         self.node, self.host, self._python = node, host, command[-1].split()[0]
         self.said: dict[str, Any] = {}
-        self._ended_alone = False
         self._log, self._rest, self._beat = log, b"", time.monotonic()
         with os.fdopen(open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             self._log_start = output.tell()
@@ -60,15 +59,9 @@ class Connection:
         """The exit code of the command, negative for a signal; None: it runs, or its host was lost."""
         return self.said.get("exit")
 
-    @property
-    def was_lost(self) -> bool:
-        """Whether ssh ended without the end of the command: on the host it may go on until its lease ends."""
-        return self.exit_code is None and self._ended_alone
-
     def poll(self) -> None:
         """Renew the lease, and read what the agent has said."""
         over = self._ssh.poll() is not None  # asked first, so that its last records are read
-        self._ended_alone |= over and not self._lease.closed
         if not over and time.monotonic() - self._beat > BEAT_SECONDS:
             self._beat = time.monotonic()
             self._write(b"\n")
@@ -93,17 +86,16 @@ class Connection:
             self._lease.close()
 
     def wait(self) -> bool:
-        """End ssh; return whether it ended by itself, as it does when nothing is left on the host."""
+        """End ssh; return whether the agent has ended, and with it all that it had started."""
         self.end_lease()
         try:
             self._ssh.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._ssh.kill()
             self._ssh.wait()
-            return False
         finally:
             self._records.close()
-        return True
+        return self._ssh.returncode in AGENT_CODES
 
     def require_same_code(self) -> None:
         """Raise LauncherError unless the host has the Python and the megalaunch of this machine."""

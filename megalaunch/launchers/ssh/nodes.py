@@ -78,17 +78,20 @@ def _wait_for(record: str, nodes: Sequence[Connection], deadline: float, given_u
         time.sleep(_POLL_SECONDS)
 
 
-def end_nodes(nodes: Sequence[Connection]) -> None:
-    """Let all agents kill what they have started, all at the same time, and wait for it."""
+def end_nodes(nodes: Sequence[Connection]) -> bool:
+    """Let all agents kill what they have started, all at the same time; return whether all have."""
     for node in nodes:
         node.end_lease()
-    for node in nodes:
-        node.wait()
+    ended = [node.wait() for node in nodes]
+    return all(ended)
 
 
 @dataclass(frozen=True)
 class _End:
-    """How one attempt ended: the first node that ended, and whether a host was lost with its processes."""
+    """How one attempt ended: what the first node to end says, whether to start again, and whether a host was lost.
+
+    The processes of a lost host may go on until their lease is over.
+    """
 
     reason: str
     again: bool
@@ -127,7 +130,7 @@ class SshJob:
                     failed = self._start_again(attempt, end, pause)
                     if failed is None:
                         break
-                    end = _End(failed, again=True, lost=False)
+                    end = _End(failed, again=True, lost=True)  # no host said that nothing is left
                 if pause is None or self._stop.is_set():
                     state = "CANCELLED" if self._stop.is_set() else "FAILED"
                     break
@@ -173,20 +176,19 @@ class SshJob:
             time.sleep(_POLL_SECONDS)
         for node in self._nodes:
             node.poll()
-        end_nodes(self._nodes)
-        return self._end(first or self._nodes[0])
+        lost = not end_nodes(self._nodes)
+        return self._end(first or self._nodes[0], lost)
 
-    def _end(self, first: Connection) -> _End:
+    def _end(self, first: Connection, lost: bool) -> _End:
         code = first.exit_code
         failed = [node for node in self._nodes if node.exit_code not in (0, None)]
-        lost = [node for node in self._nodes if node.exit_code is None and node.was_lost]
         if code == 0 and not failed and not lost:
             return _End("", again=False, lost=False)
         what = f"{first} was lost" if code is None else f"{first} ended with {_shown(code)}"
         again = code not in _ON_PURPOSE and not self._stop.is_set()
         if len(self._nodes) == 1 and code is not None and code >= 0:  # its launcher has restarted its workers
             again = False
-        return _End(what, again, bool(lost))
+        return _End(what, again, lost)
 
     def _saved_step(self) -> int:
         checkpoints = self._directory.checkpoints

@@ -27,6 +27,7 @@ from megalaunch.launch.process import send_signal
 LEASE_SECONDS = 15.0
 BEAT_SECONDS = 2.0  # between two lines of the client
 STOP = b"stop"
+AGENT_CODES = (0, 1)  # of this program at its end; ssh has 255 where the connection or this program was lost
 _SHARE_SECONDS = 8.0  # a network file system caches the absence of a file
 _POLL_SECONDS = 0.2
 
