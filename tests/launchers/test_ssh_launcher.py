@@ -53,9 +53,9 @@ def train(folder, *more):
 
 
 def test_a_dry_run_prints_each_command_and_its_order_without_a_secret(ssh, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "canary-of-a-token")
+    monkeypatch.setenv("CANARY_TOKEN", "canary-of-a-token")  # a prefix that no machine's own variables have
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    done = train(tmp_path, "--dry-run", "launcher.ssh.environment=[HF_*]", "launcher.python=/opt/my python")
+    done = train(tmp_path, "--dry-run", "launcher.ssh.environment=[CANARY_*]", "launcher.python=/opt/my python")
     assert done.exit_code == 0, done.output
     first, command, order, second, *_ = done.stdout.split("\n\n", 1)[1].splitlines()
     assert first == "# node 0: me@a, with the second line on stdin"
@@ -68,7 +68,7 @@ def test_a_dry_run_prints_each_command_and_its_order_without_a_secret(ssh, tmp_p
     assert row["arguments"][:2] == ["train", "recipe=tiny"]
     assert "cluster.devices_per_node=2" in row["arguments"]  # it was open, and is what the check assumed
     assert row["environment"] == {
-        "HF_TOKEN": "<value of HF_TOKEN>",
+        "CANARY_TOKEN": "<value of CANARY_TOKEN>",
         "MEGALAUNCH_ATTEMPT": "0",
         "GROUP_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
