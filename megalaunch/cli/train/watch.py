@@ -21,10 +21,23 @@ _POLL_SECONDS = 0.5
 
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, for example runs/quickstart.")],
+    web: Annotated[bool, typer.Option("--web", help="Serve the report of the run as a live page instead.")] = False,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="With --web: the IP address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="With --web: the port to listen on; 0: a free one.")
+    ] = 0,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="With --web: --host may be an address that other machines reach.")
+    ] = False,
 ) -> None:
     """Show the display of a run that was launched elsewhere, until it ends. Ctrl-C leaves the run alone.
 
-    The exit code is that of the run.
+    The exit code is that of the run. With --web a page in the browser shows the report of the run and follows it,
+    until Ctrl-C.
+
+    Example: megalaunch watch --web runs/quickstart
     """
     from megalaunch.launch.directory import run_is_locked
     from megalaunch.launch.display.open_display import open_display
@@ -42,6 +55,11 @@ def watch(
         fail(f"{run_dir} is not a run directory: it has no spec.yaml")
     except (SpecError, OSError) as error:
         fail(str(error))
+    if web:
+        from megalaunch.cli.train.watch_web import serve_page
+
+        serve_page(directory, host, port, allow_remote)
+        return
     record = read_record(directory.job)
     if record is not None:
         raise typer.Exit(int(_watch_job(spec, directory, record)))

@@ -183,7 +183,7 @@ def thin(at: Sequence[float], values: Sequence[float], most: int = _MAX_POINTS) 
 def _chart(title: str, alt: str, draw: Callable[[Any], None], across: str = "step", height: float = 3.2) -> Chart:
     # The object interface draws without a window system and without global state.
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.add_subplot()
@@ -191,6 +191,8 @@ def _chart(title: str, alt: str, draw: Callable[[Any], None], across: str = "ste
     draw(axes)
     if across == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter())
+    elif axes.get_xlabel() == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return Chart(title, _data_uri(figure), alt)
 
 

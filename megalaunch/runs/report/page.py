@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -49,11 +52,14 @@ class Comparison:
     importance: Table | None
 
 
-def render_report(title: str, contents: Sequence[RunContent], metric: Metric) -> str:
+def render_report(title: str, contents: Sequence[RunContent], metric: Metric, live: bool = False) -> str:
     """Return the page as HTML that needs no other file and loads nothing from a network.
 
-    `metric` ranks several runs. Every text from a run directory is escaped. Raises ImportError without matplotlib or
-    Jinja2.
+    Every text from a run directory is escaped. Raises ImportError without matplotlib or Jinja2.
+
+    Args:
+        metric: ranks several runs.
+        live: the page has the script that asks its server for the page again.
     """
     import jinja2
 
@@ -65,9 +71,25 @@ def render_report(title: str, contents: Sequence[RunContent], metric: Metric) ->
         title=title,
         version=megalaunch.__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
+        policy=content_security_policy(live),
+        script=_live_script() if live else "",
         comparison=_compare(contents, metric) if len(contents) > 1 else None,
         sections=[_section(content) for content in contents],
     )
+
+
+def content_security_policy(live: bool) -> str:
+    """Return the policy of a page: nothing is loaded; a live page runs its own script, which may ask its server."""
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    if not live:
+        return policy
+    digest = base64.b64encode(hashlib.sha256(_live_script().encode()).digest()).decode()
+    return f"{policy}; script-src 'sha256-{digest}'; connect-src 'self'"
+
+
+@functools.cache
+def _live_script() -> str:
+    return files(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
 
 def _section(run: RunContent) -> RunSection:
