@@ -20,3 +20,6 @@ class LatentAttentionSpec:
         minimum=1,
     )
     v_head_dim: int = setting(128, "Dimension of a value head.", minimum=1)
+    norm_epsilon: float = setting(
+        1e-6, "Added to the mean square inside the norms of the latents, whatever model.norm_epsilon is.", minimum=0
+    )

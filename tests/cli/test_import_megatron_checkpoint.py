@@ -196,12 +196,74 @@ def test_every_fault_is_listed_and_nothing_written(tensors, tmp_path):
 
 
 def test_other_models_are_refused_by_argument(tensors, tmp_path):
-    changes = {"mtp_num_layers": 1, "multi_latent_attention": True}
+    changes = {"rotary_interleaved": True, "hybrid_layer_pattern": "M*"}
     write(tmp_path / "megatron", tensors, {**ARGUMENTS, **changes})
     done = convert(tmp_path / "megatron", "--allow-pickle")
     assert done.exit_code == 4
-    assert "--mtp-num-layers 1: only plain GPT models" in done.output
-    assert "--multi-latent-attention True" in done.output
+    assert "--rotary-interleaved True: such models cannot be imported" in done.output
+    assert "--hybrid-layer-pattern M*" in done.output
+
+
+KEYS, ROTATED, VALUES, LATENT, QUERY_LATENT = 4, 2, 6, 5, 7
+LATENT_ARGUMENTS = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "group_query_attention": False,
+    "q_lora_rank": QUERY_LATENT,
+    "kv_lora_rank": LATENT,
+    "qk_head_dim": KEYS,
+    "qk_pos_emb_head_dim": ROTATED,
+    "v_head_dim": VALUES,
+    "rotary_percent": 0.5,
+    "norm_epsilon": 1e-6,
+}
+
+
+def test_latent_attention_arrives_by_the_names_of_transformer_engine(tensors, tmp_path):
+    """The norms of latents are in the projections after them, the norm before attention is apart."""
+    stack = "decoder.layers."
+    kept = {name: value for name, value in tensors.items() if not name.startswith(f"{stack}self_attention.")}
+    attention = {
+        "input_layernorm.weight": torch.randn(LAYERS, WIDTH),
+        "self_attention.linear_q_down_proj.weight": torch.randn(LAYERS, QUERY_LATENT, WIDTH),
+        "self_attention.linear_q_up_proj.layer_norm_weight": torch.randn(LAYERS, QUERY_LATENT),
+        "self_attention.linear_q_up_proj.weight": torch.randn(LAYERS, HEADS * (KEYS + ROTATED), QUERY_LATENT),
+        "self_attention.linear_kv_down_proj.weight": torch.randn(LAYERS, LATENT + ROTATED, WIDTH),
+        "self_attention.linear_kv_up_proj.layer_norm_weight": torch.randn(LAYERS, LATENT),
+        "self_attention.linear_kv_up_proj.weight": torch.randn(LAYERS, HEADS * (KEYS + VALUES), LATENT),
+        "self_attention.linear_proj.weight": torch.randn(LAYERS, WIDTH, HEADS * VALUES),
+    }
+    kept |= {stack + name: value for name, value in attention.items()}
+    write(tmp_path / "megatron", kept, {**ARGUMENTS, **LATENT_ARGUMENTS})
+    done = convert(tmp_path / "megatron", "--allow-pickle")
+    assert done.exit_code == 0, done.output
+    weights = StoredWeights(tmp_path / "ckpt")
+    assert (weights.model.mla.norm_epsilon, weights.model.rope.fraction) == (1e-6, 1.0)
+    names = {
+        "attention_norm": "input_layernorm.",
+        "attention.q_a_proj": "self_attention.linear_q_down_proj.",
+        "attention.q_a_norm": "self_attention.linear_q_up_proj.layer_norm_",
+        "attention.kv_a_norm": "self_attention.linear_kv_up_proj.layer_norm_",
+        "attention.kv_b_proj": "self_attention.linear_kv_up_proj.",
+        "attention.o_proj": "self_attention.linear_proj.",
+    }
+    for ours, theirs in names.items():
+        assert torch.equal(weights.read(f"layers.1.{ours}.weight"), attention[f"{theirs}weight"][1]), ours
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"qk_layernorm": False}, "--multi-latent-attention: latents without norms (--qk-layernorm)"),
+        ({"position_embedding_type": "learned_absolute"}, "with --multi-latent-attention it must be rope"),
+        ({"rope_type": "rope", "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}, "--mscale-all-dim: only YaRN"),
+    ],
+)
+def test_latent_attention_that_has_no_equal_is_refused(change, text, tensors, tmp_path):
+    write(tmp_path / "megatron", tensors, {**ARGUMENTS, **LATENT_ARGUMENTS, "rotary_percent": 1.0, **change})
+    done = convert(tmp_path / "megatron", "--allow-pickle")
+    assert done.exit_code == 4
+    assert text in done.output
 
 
 class Evil:

@@ -111,6 +111,7 @@ def _latent(model: ModelSpec) -> LatentConfig | None:
         qk_nope_head_dim=mla.qk_nope_head_dim,
         qk_rope_head_dim=mla.qk_rope_head_dim,
         v_head_dim=mla.v_head_dim,
+        norm_epsilon=mla.norm_epsilon,
     )
 
 

@@ -62,6 +62,7 @@ class LatentConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    norm_epsilon: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ def model_values(given: Arguments) -> Values:
     _window(given, values)
     _positions(given, values)
     if given.has("multi-latent-attention"):
-        _latent_positions(given, values)
+        _latent(given, values)
     if given.has("num-experts"):
         _experts(given, values)
     vocabulary = given.integer("padded-vocab-size", given.integer("vocab-size"))
@@ -145,10 +145,22 @@ def _positions(given: Arguments, values: Values) -> None:
         _yarn(given, values, given.number("yarn-rotary-scaling-factor", given.number("rotary-scaling-factor", 1.0)))
 
 
-def _latent_positions(given: Arguments, values: Values) -> None:
-    if given.value("rope-type") == "rope" or given.number("rotary-scaling-factor", 1.0) == 1.0:
+def _latent(given: Arguments, values: Values) -> None:
+    """Convert the norms and positions of latent attention. Its YaRN, the default, has arguments of its own."""
+    if not given.has("qk-layernorm"):
+        given.mark_unsupported("multi-latent-attention", "latents without norms (--qk-layernorm) are not supported")
+    values["model.mla.norm_epsilon"] = given.number("norm-epsilon", given.number("layernorm-epsilon", 1e-5))
+    plain = given.value("rope-type") == "rope"
+    if not plain:
+        values["model.rope.fraction"] = 1.0
+        given.mark_ignored("rotary-percent", "YaRN of latent attention rotates all of its rotary dimensions")
+    factor = given.number("rotary-scaling-factor", 1.0)
+    if factor == 1.0:
         return
-    _yarn(given, values, given.number("rotary-scaling-factor"))
+    if not plain:
+        _yarn(given, values, factor)
+    elif given.number("mscale-all-dim", 0.0):
+        given.mark_unsupported("mscale-all-dim", "only YaRN has a scale of the softmax (--rope-type yarn)")
 
 
 def _yarn(given: Arguments, values: Values, factor: float | None) -> None:

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalaunch.importers.megatron.arguments import flag_keys, known_flags, parse_arguments
-from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, MANY
+from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT, MANY
 from megalaunch.importers.megatron.model_values import model_values
 from megalaunch.schema.build import SpecError, build_section
 from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.paths import put
 
-# Arguments of models other than plain GPT (dense or with experts), with the values that leave the model plain.
+# Arguments of models that the decoder cannot express, with the values that leave it as it is.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (None, False),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
     "hybrid_override_pattern": (None,),
@@ -34,6 +33,12 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "moe_apply_probs_on_input": (None, False),
     "moe_router_topk_limited_devices": (None, 0),
 }
+# The same with latent attention.
+_PLAIN_LATENT: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": (None, "rope"),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": (None, False),
+}
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -47,8 +52,12 @@ class ArgumentsError(ValueError):
 
 def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
     """Convert saved arguments to a model section. Raises ArgumentsError that lists every unsupported argument."""
-    problems = [f"--{key.replace('_', '-')} {saved[key]}: only plain GPT models can be imported"
-                for key, plain in _PLAIN.items() if saved.get(key) not in plain]  # fmt: skip
+    latent = bool(saved.get("multi_latent_attention"))
+    refused = {key: "such models cannot be imported" for key, plain in _PLAIN.items() if saved.get(key) not in plain}
+    for key, plain in _PLAIN_LATENT.items() if latent else ():
+        if saved.get(key) not in plain:
+            refused[key] = f"with --multi-latent-attention it must be {plain[-1]}"
+    problems = [f"--{key.replace('_', '-')} {saved.get(key)}: {reason}" for key, reason in refused.items()]
     problems += [f"the saved arguments have no {key}" for key in _NEEDED if not isinstance(saved.get(key), int)]
     if problems:
         raise ArgumentsError(problems)
@@ -61,8 +70,11 @@ def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
         values["model.activation"] = "gelu_tanh"  # Megatron's fused kernel computes the tanh approximation
     values["model.norm_plus_one"] = bool(saved.get("apply_layernorm_1p"))
     heads, groups = saved["num_attention_heads"], values.get("model.num_query_groups")
-    values["model.num_query_groups"] = groups or heads
-    values["model.head_dim"] = saved.get("kv_channels") or saved["hidden_size"] // heads
+    values["model.num_query_groups"] = heads if latent else groups or heads
+    if latent:
+        values["model.head_dim"] = values["model.mla.qk_nope_head_dim"] + values["model.mla.qk_rope_head_dim"]
+    else:
+        values["model.head_dim"] = saved.get("kv_channels") or saved["hidden_size"] // heads
     section: dict[str, Any] = {"model": {"name": name}}
     for key, value in values.items():
         put(section, key, value)
@@ -88,10 +100,16 @@ def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
 
 
 def _direct(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the model that one argument sets by itself."""
+    latent = bool(saved.get("multi_latent_attention"))
+    rows = [*DIRECT, *(EXPERTS if saved.get("num_experts") else ()), *(LATENT if latent else ())]
     found = {}
-    for flag, key, _, default in (*DIRECT, *EXPERTS) if saved.get("num_experts") else DIRECT:
+    for flag, key, _, default in rows:
         value = saved.get(flag.replace("-", "_"))
         value = default if value is None else value
-        if value is not None and key.startswith("model.") and not key.startswith("model.mtp."):
-            found[key] = value
+        if value is None or not key.startswith("model."):
+            continue
+        if key.startswith("model.mtp.") and not saved.get("mtp_num_layers"):
+            continue
+        found[key] = value
     return found

@@ -35,8 +35,6 @@ from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ROW_PARALLEL
 
-_EPSILON = 1e-6  # of the latents' norms in the published code, whatever the model's rms_norm_eps
-
 
 class LatentAttention(SelfAttention):
     """Causal multi-head latent attention."""
@@ -48,7 +46,7 @@ class LatentAttention(SelfAttention):
         assert config.latent is not None, "the config of ordinary attention"
         self.latent = latent = config.latent
         self.up_save_policy: SavePolicy = save_activations
-        latent_norm, queries = replace(norm, epsilon=_EPSILON), config.num_heads * config.head_dim
+        latent_norm, queries = replace(norm, epsilon=latent.norm_epsilon), config.num_heads * config.head_dim
         if latent.q_lora_rank is None:
             self.q_proj = Linear(hidden_size, queries, COLUMN_PARALLEL)
         else:
