@@ -21,6 +21,7 @@ EventName = Literal[
     "checkpoint_refused",  # worker rank 0: path, reason
     "zero_gradient",  # worker rank 0, at the first step of a row: step, limit (such steps that end the run; 0: none)
     "skipped_step",  # worker rank 0: step, loss_scale (in fp16), grad_norm (null if the gradients overflowed fp16)
+    "bad_step",  # worker rank 0: step, reason, first (batch left out), rewound_to (step; null: no rewind), count, limit
     "expert_collapse",  # worker rank 0: step, layer, share (of the layer's tokens, at one expert), steps (in a row)
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt

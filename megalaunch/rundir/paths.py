@@ -56,6 +56,11 @@ class RunDirectory:
         return self.root / "events.jsonl"
 
     @property
+    def bad_steps(self) -> Path:
+        """The bad steps of the run and the batches that it leaves out."""
+        return self.root / "bad_steps.json"
+
+    @property
     def outcome(self) -> Path:
         """The outcome of the newest launch."""
         return self.root / "outcome.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megalaunch.schema.setting import setting
 
@@ -23,6 +24,33 @@ class TrainSpec:
     max_zero_grad_steps: int = setting(
         10,
         "End the run (exit code 7) after this many steps in a row with a gradient norm of exactly 0; 0: only warn.",
+        "steps",
+        minimum=0,
+    )
+    check_for_spiky_loss: bool = setting(
+        False,
+        "A loss above spiky_loss_factor x the median of the last 64 losses makes a bad step; one that is not finite "
+        "always does.",
+    )
+    spiky_loss_factor: float = setting(2.0, "Ratio to earlier losses above which a loss is a spike.", minimum=1)
+    bad_step_action: Literal["stop", "skip", "rewind"] = setting(
+        "stop",
+        "At a loss spike, or a loss or gradient that is not finite: end the run (exit code 7), leave the batch out, or "
+        "load an earlier checkpoint and leave out rewind_batches.",
+    )
+    rewind_batches: int = setting(
+        10, "Batches that a rewind leaves out: the one of the bad step and those before it.", "batches", minimum=1
+    )
+    max_bad_steps: int = setting(
+        10, "End the run (exit code 7) at the next bad step after this many that were skipped or rewound.", minimum=0
+    )
+    iterations_to_skip: tuple[int, ...] = setting(
+        (), "Steps whose batches are left out: read nothing, update nothing, count on.", "steps", minimum=1
+    )
+    check_weight_hash_across_dp_replicas_interval: int = setting(
+        0,
+        "Steps between comparisons of the hashes of replicated weights and optimizer states, which are then also "
+        "compared before each save; 0: never.",
         "steps",
         minimum=0,
     )

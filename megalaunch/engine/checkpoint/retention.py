@@ -19,6 +19,7 @@ def latest_valid_checkpoint(
     checkpoints: Path,
     refused: Callable[[Path, list[str]], None],
     read: Callable[[int, int], None] = lambda done, total: None,
+    until: int | None = None,
 ) -> Path | None:
     """Return the checkpoint of the highest step in which every file has its size and SHA-256, or None. Collective.
 
@@ -28,8 +29,14 @@ def latest_valid_checkpoint(
         checkpoints: the directory of a run's checkpoints.
         refused: called on rank 0 with each invalid checkpoint and its problems.
         read: progress callback: (bytes read, total bytes) of this rank.
+        until: the highest step to consider; None: any.
     """
-    for directory in run_on_rank0(lambda: list(checkpoints_by_step(checkpoints).values())):
+
+    def candidates() -> list[Path]:
+        found = checkpoints_by_step(checkpoints)
+        return [directory for step, directory in found.items() if until is None or step <= until]
+
+    for directory in run_on_rank0(candidates):
         shares = run_on_all_ranks(partial(verify_checkpoint, directory, part=rank_and_world(), read=read))
         problems = list(dict.fromkeys(problem for share in shares for problem in share))
         if not problems:
@@ -84,6 +91,13 @@ def prune_checkpoints(
     for directory in old:
         remove_directory(directory)
     return old
+
+
+def remove_checkpoints_after(checkpoints: Path, step: int) -> None:
+    """Remove the checkpoints of steps after `step`, as a run rewinds to it. Call in one process, with no save."""
+    for saved, directory in checkpoints_by_step(checkpoints).items():
+        if saved > step:
+            remove_directory(directory)
 
 
 def remove_leftovers(checkpoints: Path) -> None:

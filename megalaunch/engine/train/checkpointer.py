@@ -98,6 +98,10 @@ class Checkpointer:
         waited = time.perf_counter() - started
         self._background = SaveThread(partial(self._write, position, tensors, started, async_context, waited))
 
+    def wait(self, position: TrainProgress) -> None:
+        """Wait for the save in progress, if any. Raises a RunEnd on every rank if it has failed on any."""
+        raise_on_all_ranks(self._wait_for_pending(), position.step)
+
     def finish(self, reason: str) -> None:
         """Wait for the save in progress, as the run ends for `reason`; log an event if the save failed otherwise."""
         problem = self._wait_for_pending()

@@ -111,6 +111,11 @@ class RunLogger:
         }
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
+    def left_out(self, step: int, total_tokens: int) -> None:
+        """Append the metrics line of a step whose batch is left out: it has no loss."""
+        line = {"step": step, "left_out": True, "tokens": total_tokens}
+        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
+
     def expert_load(self, step: int, layers: Sequence[int], counts_LE: Tensor) -> None:
         """Append the tokens sent to each expert of these layers in a step."""
         path = self._directory.expert_load
@@ -147,6 +152,11 @@ class RunLogger:
             (line["step"] for line in read_lines(self._directory.metrics) if "validation_loss" in line), default=0
         )
 
+    def last_losses(self, count: int) -> list[float]:
+        """Return the losses of the last `count` steps in the metrics."""
+        losses = [line["loss"] for line in read_lines(self._directory.metrics) if "loss" in line]
+        return losses[-count:]
+
     def truncate_metrics_after(self, step: int) -> None:
         """Remove the metrics of steps after `step`, which will be recomputed."""
 
@@ -163,7 +173,8 @@ class RunLogger:
         """Log an event if steps up to `step` have no metrics: a power cut can lose lines not yet synced to disk."""
         if not self._first:
             return
-        told = {line.get("step") for line in read_lines(self._directory.metrics) if "loss" in line}
+        lines = read_lines(self._directory.metrics)
+        told = {line.get("step") for line in lines if "loss" in line or "left_out" in line}
         missing = [number for number in range(1, step + 1) if number not in told]
         if missing:
             self.event("metrics_gap", until_step=step, missing=len(missing), first=missing[0], last=missing[-1])

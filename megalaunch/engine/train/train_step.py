@@ -6,7 +6,7 @@ squared gradient norm (one all-reduce), check that both are finite, update.
 In fp16 gradients that are not finite skip the update, and so does a norm above `optimizer.skip_step_grad_norm`: on all
 ranks alike, as the norm is that of all ranks. As in Megatron-LM a skipped step advances data, tokens and steps, and the
 routers' loads and biases, which depend on the forward pass alone; it does not advance the learning rate schedule and
-the optimizer's number of updates.
+the optimizer's number of updates. A bad step (`bad_steps.py`) ends before its update.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megalaunch.engine.parallel.float8 import begin_float8_step, end_float8_step
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.loss_scale import UpdateState
 from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.bad_steps import BadStep, LossHistory
 from megalaunch.engine.train.dataloader import StepBatch
 from megalaunch.engine.train.expert_load import first_non_finite_router, take_expert_sums, update_routers
 from megalaunch.engine.train.forward_backward import ForwardBackward
@@ -81,7 +82,7 @@ class TrainStep:
 
     `samples` describes the samples of a loss that is not finite; None: they are named by their index.
     `observer` gets the forward and backward passes as the phase "forward"; backward passes report themselves.
-    `updates` is the state that a resumed run goes on with.
+    `updates` is the state that a resumed run goes on with, `history` has its last losses.
     """
 
     def __init__(
@@ -94,10 +95,21 @@ class TrainStep:
         samples: Dataset | None = None,
         observer: StepObserver = NO_OBSERVER,
         updates: UpdateState | None = None,
+        history: LossHistory | None = None,
     ) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._forward_backward, self._samples, self._observer = forward_backward, samples, observer
-        self._updates = (updates or UpdateState()).with_scale(spec.precision)
+        self._history = history or LossHistory(spec.train)
+        self.set_updates(updates or UpdateState())
+
+    def set_updates(self, updates: UpdateState) -> None:
+        """Go on with the state of the updates at another step."""
+        self._updates = updates.with_scale(self._spec.precision)
+
+    def leave_out(self) -> UpdateState:
+        """Count a step whose batch is left out; return the state for the next step."""
+        self._updates = replace(self._updates, skipped_steps=self._updates.skipped_steps + 1)
+        return self._updates
 
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None = None, problem: RankError | None = None
@@ -113,6 +125,7 @@ class TrainStep:
         Raises:
             RunEnd: On every rank, before the update, if any rank has a problem or a loss or the norm is not finite;
                 in fp16 the norm may be, until the loss scale is at its minimum.
+            BadStep: In place of it, with another `train.bad_step_action` than "stop".
         """
         # All tp ranks and pipeline stages read the same samples: one of them contributes counts and losses to the sums.
         is_loss_rank = self._mesh.is_loss_rank
@@ -134,8 +147,7 @@ class TrainStep:
         stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)
         stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
         overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
-        if not stats.finite and not overflowed:
-            self._raise_non_finite(step, batch, losses, stats)
+        self._require_good(step, batch, losses, stats, overflowed)
         skipped = overflowed or stats.grad_norm > (self._spec.optimizer.skip_step_grad_norm or math.inf)
         rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
         self._update(rate, embedding_lr, stats.grad_norm, skipped=skipped)
@@ -186,8 +198,27 @@ class TrainStep:
             schedule, own, position
         )
 
-    def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
-        """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""
+    def _require_good(
+        self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction, overflowed: bool
+    ) -> None:
+        """Raise RunEnd or BadStep if the step is bad, on every rank; else add its loss to the history. Collective."""
+        if not stats.finite and not overflowed:
+            self._refuse(self._non_finite_end(step, batch, losses, stats), stats.stop)
+        spike = self._history.describe_spike(stats.loss)
+        if spike is not None:
+            reason = f"the loss {stats.loss:.4g} of step {step} {spike}; the update was not made"
+            self._refuse(RunEnd(ExitCode.NON_FINITE, reason, step - 1, {"spike": stats.loss}), stats.stop)
+        self._history.append(stats.loss)
+
+    def _refuse(self, ending: RunEnd, stop: signal.Signals | None) -> NoReturn:
+        """End a bad step before its update: raise `ending`, or a BadStep if the run goes on without the batch."""
+        if self._spec.train.bad_step_action == "stop":
+            raise ending
+        self._optimizer.drop_grads()
+        raise BadStep(ending, stop)
+
+    def _non_finite_end(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> RunEnd:
+        """Return the end that names the samples in microbatches whose loss is not finite. Collective."""
         finite = torch.isfinite(losses).all(dim=1).tolist()
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
         bad = bad if self._mesh.is_loss_rank else []
@@ -196,7 +227,7 @@ class TrainStep:
         )
         ranks = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank)]
         message = self._non_finite_message(step, [found for found in ranks if found.samples], stats)
-        raise RunEnd(
+        return RunEnd(
             ExitCode.NON_FINITE,
             f"{message}{self._router_message(ranks)}; the update was not made",
             step - 1,

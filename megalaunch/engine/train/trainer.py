@@ -15,7 +15,7 @@ from megalaunch.data.samples.sample import Dataset
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
 from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, require_valid, save_source_files
-from megalaunch.engine.checkpoint.retention import remove_leftovers, require_never_saved
+from megalaunch.engine.checkpoint.retention import remove_checkpoints_after, remove_leftovers, require_never_saved
 from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.step_profiler import StepProfiler
@@ -26,6 +26,7 @@ from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.bad_steps import HISTORY, BadStep, LeftOutBatches, LossHistory
 from megalaunch.engine.train.checkpointer import (
     Checkpointer,
     restore_run,
@@ -41,9 +42,10 @@ from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_sign
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.engine.train.weight_hashes import WeightHashes
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import ExitCode
-from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.schema import RunSpec
 
 
@@ -102,8 +104,11 @@ class Trainer:
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
+        self._history = LossHistory(state.spec.train)
+        self._left_out = LeftOutBatches(state.spec.train, directory)
         self._expert_collapse = ExpertCollapseGuard(state.spec, state.model.config.expert_layers)
         self._profiler = StepProfiler(state.spec.logging, directory, state.mesh.rank, state.mesh.device)
+        self._weight_hashes = WeightHashes(state.spec, state.mesh, state.model, state.optimizer)
         self._stop_signal: signal.Signals | None = None  # the same on all ranks
         self._validated_step = 0
         self._validation: float | None = None
@@ -134,11 +139,9 @@ class Trainer:
                 partial(require_never_saved, self._directory.checkpoints, self._rejected, self._record.last_saved)
             )
         run_on_rank0(partial(remove_leftovers, self._directory.checkpoints))
+        self._left_out.load()
         if found is not None:
-            self._saver.saved = found
-            self._record.phase("loading")
-            self._progress = restore_run(found, self._spec.model, self._state.model, self._state.optimizer)
-            broadcast_embedding(self._state.model, self._mesh)
+            self._restore(found)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
         elif self._spec.checkpoint.branch_from is not None:
             self._branch_from(Path(self._spec.checkpoint.branch_from))
@@ -146,9 +149,22 @@ class Trainer:
             self._load_initial_weights()
         num_tokens = run_on_rank0(partial(true_vocab_size, self._directory, self._spec))
         self._state.model.set_true_vocab_size(num_tokens)
-        self._record.truncate_metrics_after(self.step)
+        self._restore_records()
         self._record.report_logging_gap(self.step)
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Load the training state of a checkpoint of this run."""
+        self._saver.saved = checkpoint
+        self._record.phase("loading")
+        self._progress = restore_run(checkpoint, self._spec.model, self._state.model, self._state.optimizer)
+        broadcast_embedding(self._state.model, self._mesh)
+
+    def _restore_records(self) -> None:
+        """Drop the metrics of later steps, and take from the others what the loop remembers."""
+        self._record.truncate_metrics_after(self.step)
         self._validated_step = run_on_rank0(self._record.last_validation)
+        self._weight_hashes.begin_at(self.step)
+        self._history.restore(run_on_rank0(partial(self._record.last_losses, HISTORY)))
 
     def _branch_from(self, source: Path) -> None:
         """Load the training state of another run. Raises CheckpointError on every rank if it is damaged or another."""
@@ -193,6 +209,7 @@ class Trainer:
             self._state.optimizer,
             self._state.training,
             updates=self._progress.updates,
+            history=self._history,
         )
         try:
             self._sync_stop_signal()
@@ -200,6 +217,7 @@ class Trainer:
             self._record.phase("training", self.step)
             while self._stop_signal is None and self.step < self._last_step:
                 self._one_step(step, batches)
+                self._weight_hashes.check_if_due(self.step)
                 self._validate_if_due()
                 self._save_if_due()
         except RunEnd as ending:
@@ -210,6 +228,7 @@ class Trainer:
         if self._stop_signal is not None:
             self._record.event("stop_requested", signal=self._stop_signal.name)
         if self.step > 0:
+            self._weight_hashes.check_before_save(self.step)
             self._saver.save(self._progress)
         self._record.phase("ending", self.step)
         return self._run_end()
@@ -231,9 +250,17 @@ class Trainer:
     def _one_step(self, step: TrainStep, batches: PrefetchingDataLoader) -> None:
         number, started = self.step + 1, time.perf_counter()
         self._record.heartbeat("step", number)
+        if self._left_out.contains(number):
+            self._leave_out(number, step)
+            self._sync_stop_signal()
+            return
         batch = batches.get(number, self._last_step)
-        with self._profiler.record(number):
-            result = step.run(number, batch, self._stop.signal, self._problem)
+        try:
+            with self._profiler.record(number):
+                result = step.run(number, batch, self._stop.signal, self._problem)
+        except BadStep as bad:
+            self._handle_bad_step(bad, number, step)
+            return
         self._progress = TrainProgress(number, self._progress.tokens + result.tokens, result.updates)
         self._loss, self._stop_signal = result.loss, result.stop
         seconds = time.perf_counter() - started
@@ -253,6 +280,57 @@ class Trainer:
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
         self._write_profile(number)
+
+    def _leave_out(self, number: int, step: TrainStep) -> None:
+        """Count a step without reading its batch."""
+        self._progress = TrainProgress(number, self._progress.tokens, step.leave_out())
+        self._record.left_out(number, self._progress.tokens)
+
+    def _handle_bad_step(self, bad: BadStep, number: int, step: TrainStep) -> None:
+        """Leave the batch of a bad step out, and with "rewind" those before it. Raises RunEnd without budget left."""
+        train, count = self._spec.train, self._left_out.num_bad_steps + 1
+        if count > train.max_bad_steps:
+            reason = f"{bad.reason}, after {train.max_bad_steps} bad steps (train.max_bad_steps)"
+            raise RunEnd(ExitCode.NON_FINITE, reason, self.step, bad.details)
+        target, first = None, number
+        if train.bad_step_action == "rewind":
+            self._saver.wait(self._progress)
+            target = self._find_rewind_target(number - train.rewind_batches)
+        if target is not None:
+            saved = checkpoint_step(target)
+            assert saved is not None, "a checkpoint is named by its step"
+            first = max(number - train.rewind_batches, saved) + 1
+            run_on_rank0(partial(remove_checkpoints_after, self._directory.checkpoints, saved))
+        self._left_out.add(number, first, bad.reason)
+        self._record.event(
+            "bad_step",
+            step=number,
+            reason=bad.reason,
+            first=first,
+            rewound_to=None if target is None else checkpoint_step(target),
+            count=count,
+            limit=train.max_bad_steps,
+        )
+        if target is None:
+            self._leave_out(number, step)
+        else:
+            self._rewind(target, step)
+        self._stop_signal = bad.stop
+
+    def _find_rewind_target(self, step: int) -> Path | None:
+        """Return the newest valid checkpoint up to `step`, else the newest one; None before the first. Collective."""
+        checkpoints = self._directory.checkpoints
+        older = latest_valid_checkpoint(checkpoints, self._on_checkpoint_rejected, until=step)
+        return older or latest_valid_checkpoint(checkpoints, self._on_checkpoint_rejected)
+
+    def _rewind(self, checkpoint: Path, step: TrainStep) -> None:
+        """Go back to a checkpoint of this run."""
+        self._restore(checkpoint)
+        self._restore_records()
+        step.set_updates(self._progress.updates)
+        self._zero_gradients = ZeroGradientGuard(self._spec.train.max_zero_grad_steps)
+        self._expert_collapse = ExpertCollapseGuard(self._spec, self._state.model.config.expert_layers)
+        self._record.phase("training", self.step)
 
     def _write_profile(self, step: int) -> None:
         try:
@@ -290,6 +368,7 @@ class Trainer:
         if self._zero_gradients.is_exceeded:
             return
         if due and self._stop_signal is None:  # after a stop signal, `run` saves at its end
+            self._weight_hashes.check_before_save(self.step)
             self._saver.save_async(self._progress)
             self._sync_stop_signal()
 

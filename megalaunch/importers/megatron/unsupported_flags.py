@@ -97,9 +97,10 @@ IGNORED: dict[str, str] = {
         adlr-* exit-signal exit-signal-handler exit-signal-handler-for-* rerun-* error-injection-* fault-*
         flight-recorder-*
         no-flight-recorder-* result-rejected-tracker-filename non-persistent-* replication replication-*
-        check-weight-hash-* gpu-sniff-test-interval
+        gpu-sniff-test-interval
     """,
-    "a non-finite loss or gradient always stops a run": """
+    "silent corruption is train.check_weight_hash_across_dp_replicas_interval": "check-weight-hash-*",
+    "bad steps are handled by train.bad_step_action and train.check_for_spiky_loss": """
         no-check-for-nan-in-loss-and-grad check-for-nan-in-loss check-for-large-grads check-for-spiky-loss
     """,
     "initial weights depend only on the seed and their names": """
@@ -167,7 +168,9 @@ UNSUPPORTED: dict[str, str] = {
     "this variant of muon is not supported": "muon-*",
     "all weights share one minimum learning rate": "decoupled-min-lr",
     "freezing weights is not supported": "freeze-all-layers",
-    "skipping steps and phase transitions are not supported": "iterations-to-skip phase-transition-iterations",
+    "phase transitions are not supported, and steps to skip are train.iterations_to_skip": """
+        iterations-to-skip phase-transition-iterations
+    """,
     "the length of a run is set in steps only": "exit-duration-in-mins",
     "load weights with checkpoint.load_pretrained after megalaunch convert": """
         finetune pretrained-checkpoint ckpt-step override-ckpt-iteration no-load-optim no-load-rng

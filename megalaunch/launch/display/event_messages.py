@@ -37,6 +37,8 @@ def event_message(event: Record) -> str | None:
                 return f"step {event.get('step')} skipped: its gradient norm {norm:g} exceeds skip_step_grad_norm"
             at = f" at loss scale {scale:g}" if isinstance(scale, (int, float)) else ""
             return f"step {event.get('step')} skipped: its gradients overflow fp16{at}"
+        case "bad_step":
+            return _bad_step(event)
         case "expert_collapse":
             return _collapsed(event)
         case "stop_requested":
@@ -57,6 +59,13 @@ def _metrics_cut(event: Record) -> str:
     after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
     repeated = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
     return f"metrics after step {after} removed ({lines} lines): {repeated} trained again"
+
+
+def _bad_step(event: Record) -> str:
+    step, first, target = (event.get(key) for key in ("step", "first", "rewound_to"))
+    batches = f"the batch of step {step} is" if first == step else f"the batches of steps {first} to {step} are"
+    action = f"{batches} left out" if target is None else f"rewinding to step {target}, {batches} left out"
+    return f"warning: {event.get('reason')}: {action} ({event.get('count')} of {event.get('limit')} bad steps)"
 
 
 def _collapsed(event: Record) -> str:

@@ -68,6 +68,10 @@ def _title(code: ExitCode, spec: RunSpec, end: LaunchResult) -> str:
     title = _TITLES.get(code, "the run failed")
     if _has_zero_gradients(end):
         return "the gradient is zero: no parameter is updated"
+    if code == ExitCode.NON_FINITE and "differing_ranks" in end.outcome.details:
+        return "replicas of the weights differ"
+    if code == ExitCode.NON_FINITE and "spike" in end.outcome.details:
+        return "the loss is far above the earlier ones"
     if code != ExitCode.CRASH or end.failure is None:
         return title
     allowed, used = spec.launcher.max_restarts, int(end.outcome.details.get("restarts_in_a_row", 0))
@@ -88,6 +92,10 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
             "start a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
             "only warns"
         )
+    if code == ExitCode.NON_FINITE and "differing_ranks" in end.outcome.details:
+        return "run the same command to resume; have the devices and the memory of the ranks named above tested"
+    if code == ExitCode.NON_FINITE and "spike" in end.outcome.details:
+        return "inspect the samples of the step; train.bad_step_action=skip or rewind leaves them out"
     if code != ExitCode.HANG or failure is None:
         return step
     if failure.phase in STARTING:

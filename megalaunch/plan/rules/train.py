@@ -91,6 +91,106 @@ register_inert(
 )
 
 
+register_inert(
+    InertSetting(
+        "train.spiky_loss_idle",
+        "spiky_loss_factor is set only with check_for_spiky_loss.",
+        "Without it no loss is compared to earlier ones.",
+        ("train.spiky_loss_factor",),
+        "train.check_for_spiky_loss",
+        lambda spec: spec.train.check_for_spiky_loss,
+        "check_for_spiky_loss is false",
+        ({"train.check_for_spiky_loss": True},),
+    )
+)
+
+
+register_inert(
+    InertSetting(
+        "train.rewind_idle",
+        "rewind_batches is set only with bad_step_action=rewind.",
+        "A skip leaves out one batch, a stop none.",
+        ("train.rewind_batches",),
+        "train.bad_step_action",
+        lambda spec: spec.train.bad_step_action == "rewind",
+        "bad_step_action is not rewind",
+        ({"train.bad_step_action": "rewind"},),
+    )
+)
+
+
+register_inert(
+    InertSetting(
+        "train.max_bad_steps_idle",
+        "max_bad_steps is set only with bad_step_action skip or rewind.",
+        "Otherwise the first bad step ends the run.",
+        ("train.max_bad_steps",),
+        "train.bad_step_action",
+        lambda spec: spec.train.bad_step_action != "stop",
+        "bad_step_action is stop",
+        ({"train.bad_step_action": "skip"},),
+    )
+)
+
+
+register_inert(
+    InertSetting(
+        "train.weight_hash_idle",
+        "Weight hashes are compared only where weights are replicated.",
+        "Shards of ZeRO exist once; replicas exist with hsdp<N> or zero0, and over tp.",
+        ("train.check_weight_hash_across_dp_replicas_interval",),
+        "parallel.data_sharding",
+        lambda spec: (
+            spec.parallel.tp > 1 or spec.parallel.dp_replicate > 1 or spec.parallel.data_sharding == "no_shard"
+        ),
+        "no weight is replicated",
+        ({"parallel.data_sharding": "no_shard"},),
+    )
+)
+
+
+@rule("train.rewind_needs_checkpoints", "bad_step_action=rewind has checkpoints to rewind to.")
+def rewind_needs_checkpoints(at: RuleContext) -> Iterator[Violation]:
+    """Without one only the batch of the bad step is left out, as by bad_step_action=skip."""
+    if at.spec.train.bad_step_action == "rewind" and not at.spec.checkpoint.interval:
+        yield Violation(
+            "train.bad_step_action",
+            "a rewind needs checkpoints, but checkpoint.interval is 0",
+            {"checkpoint.interval": 0},
+            ({"checkpoint.interval": max(1, at.spec.train.steps // 10)}, {"train.bad_step_action": "skip"}),
+        )
+
+
+@rule("train.skip_delayed_scaling", "bad_step_action=skip is not used with delayed fp8 scaling.")
+def skip_delayed_scaling(at: RuleContext) -> Iterator[Violation]:
+    """The amax histories keep the values of the bad step, of which later scales are made."""
+    precision = at.spec.precision
+    delayed = precision.compute_dtype == "fp8" and precision.fp8.recipe == "delayed"
+    if at.spec.train.bad_step_action == "skip" and delayed:
+        yield Violation(
+            "train.bad_step_action",
+            "a skipped step would leave its values in the amax histories of precision.fp8.recipe=delayed",
+            {"recipe": "delayed"},
+            ({"train.bad_step_action": "rewind"}, {"precision.fp8.recipe": "tensorwise"}),
+        )
+
+
+@rule("train.iterations_to_skip", "iterations_to_skip names steps of the run.")
+def iterations_to_skip(at: RuleContext) -> Iterator[Violation]:
+    """A step after the last one is never reached."""
+    train = at.spec.train
+    beyond = [step for step in train.iterations_to_skip if step > train.steps]
+    if beyond:
+        kept = tuple(step for step in train.iterations_to_skip if step <= train.steps)
+        yield Violation(
+            "train.iterations_to_skip",
+            f"step {beyond[0]} is after the last step, {train.steps}",
+            {"step": beyond[0], "steps": train.steps},
+            ({"train.iterations_to_skip": kept},),
+            severity="warning",
+        )
+
+
 _UNSUPPORTED_MODULES = ("norm", "mlp", "activation")
 
 

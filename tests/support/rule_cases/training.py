@@ -64,6 +64,22 @@ OPTIMIZER = {
         "data.mock=true", "data.mock=true train.sample_prompt=null", (*NO_CORPUS, "model.vocab_size=320")
     ),
     "train.deterministic_idle": Case("train.deterministic=true", "train.deterministic=true platform=h100"),
+    "train.spiky_loss_idle": Case(
+        "train.spiky_loss_factor=3", "train.spiky_loss_factor=3 train.check_for_spiky_loss=true"
+    ),
+    "train.rewind_idle": Case("train.rewind_batches=5", "train.rewind_batches=5 train.bad_step_action=rewind"),
+    "train.max_bad_steps_idle": Case("train.max_bad_steps=5", "train.max_bad_steps=5 train.bad_step_action=skip"),
+    "train.weight_hash_idle": Case(
+        "train.check_weight_hash_across_dp_replicas_interval=5",
+        "train.check_weight_hash_across_dp_replicas_interval=5 parallel=dp2zero0",
+    ),
+    "train.rewind_needs_checkpoints": Case(
+        "train.bad_step_action=rewind checkpoint.interval=0", "train.bad_step_action=skip checkpoint.interval=0"
+    ),
+    "train.iterations_to_skip": Case("train.iterations_to_skip=[21]", "train.iterations_to_skip=[20]"),
+    "train.skip_delayed_scaling": Case(
+        "train.bad_step_action=skip", "train.bad_step_action=rewind", (*TINY, *FP8, "precision.fp8.recipe=delayed")
+    ),
     "train.sample_idle": Case("train.sample_prompt=null", "train.sample_prompt=a"),
 }
 PROFILING = {
