@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
@@ -108,26 +109,57 @@ def head_size(model: ModelSpec) -> int:
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
+AutoKernel = Literal["torch", "dense_mask", "flash_blocks", "fp32_blocks", "cpu"]
+"""What `auto` takes: torch's operator, the same with a dense mask, blocks by flash attention or with fp32 scores, or
+that of a CPU."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel that `auto` takes, and why."""
+
+    kernel: AutoKernel
+    reason: str
+
+
+def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
+    """Return what `auto` takes for layers with this sliding window (None: full attention)."""
+    model, length = spec.model, spec.batch.sequence_length
+    blocks: AutoKernel = "flash_blocks" if _has_flash(spec) else "fp32_blocks"
+    masked = spec.data.reset_attention_mask or (window or length) < length
+    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
+        return KernelChoice("fp32_blocks", "fused kernels have no soft cap, and other dropout masks")
+    if spec.parallel.cp > 1 and spec.parallel.cp_comm_type != "a2a":
+        return KernelChoice(blocks, "context parallelism merges them by their log-sum-exp")
+    if masked and length > DENSE_MASK_TOKENS:
+        return KernelChoice(blocks, f"documents or windows in samples above {DENSE_MASK_TOKENS:,} tokens")
+    if model.attention_sinks:
+        return KernelChoice("fp32_blocks", "torch's operator has no sinks")
+    if masked:
+        return KernelChoice("dense_mask", f"samples have at most {DENSE_MASK_TOKENS:,} tokens")
+    if device_of(spec) == "cpu":
+        return KernelChoice("cpu", "by dtype and length: the faster on a CPU")
+    return KernelChoice("torch", "flash, cuDNN or memory-efficient, in torch's order of preference")
+
+
+_KERNELS: Mapping[AutoKernel, str] = MappingProxyType(
+    {
+        "torch": "torch's operator",
+        "dense_mask": "torch's operator with a dense mask",
+        "flash_blocks": "blocks of flash attention",
+        "fp32_blocks": "blocks with scores in fp32",
+        "cpu": "kernels/causal_attention.py, or torch's flash attention",
+    }
+)
+
+
 def describe_backend(spec: RunSpec) -> str:
     """Return which kernel of attention a run takes, and why, in one sentence."""
-    model, length = spec.model, spec.batch.sequence_length
-    if model.attention_backend != "auto":
-        return f"{BACKENDS[model.attention_backend].meaning}: chosen by model.attention_backend"
-    blocks = "blocks of flash attention" if _has_flash(spec) else "blocks with scores in fp32"
-    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
-        return "blocks with scores in fp32: fused kernels have no soft cap, and other dropout masks"
-    if spec.parallel.cp > 1 and spec.parallel.cp_comm_type != "a2a":
-        return f"{blocks}: context parallelism merges them by their log-sum-exp"
-    masked = spec.data.reset_attention_mask or (model.sliding_window or length) < length
-    if masked and length > DENSE_MASK_TOKENS:
-        return f"{blocks}: documents or windows in samples above {DENSE_MASK_TOKENS:,} tokens"
-    if model.attention_sinks:
-        return "blocks with scores in fp32: torch's operator has no sinks"
-    if masked:
-        return f"torch's operator with a dense mask: samples have at most {DENSE_MASK_TOKENS:,} tokens"
-    if device_of(spec) == "cpu":
-        return "kernels/causal_attention.py, or torch's flash attention, by dtype and length: the faster on a CPU"
-    return "torch's operator: flash, cuDNN or memory-efficient, in torch's order of preference"
+    if spec.model.attention_backend != "auto":
+        return f"{BACKENDS[spec.model.attention_backend].meaning}: chosen by model.attention_backend"
+    choice = choose_kernel(spec, spec.model.sliding_window)
+    separator = ", " if choice.kernel == "cpu" else ": "
+    return f"{_KERNELS[choice.kernel]}{separator}{choice.reason}"
 
 
 def _has_flash(spec: RunSpec) -> bool:

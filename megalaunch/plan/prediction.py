@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megalaunch.plan.batch import steps_by_size, tokens_requested
-from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownChipSpeed, step_time
+from megalaunch.plan.cost import (
+    CONSTANTS,
+    STATEMENTS,
+    Constant,
+    Statement,
+    StepTime,
+    UnknownChipSpeed,
+    engine_stack,
+    step_time,
+)
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
 from megalaunch.plan.memory.host_states import host_bytes_per_node
@@ -16,6 +25,7 @@ from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_byte
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
 from megalaunch.plan.stage_params import chunks_by_rank
+from megalaunch.plan.supported import not_trained
 from megalaunch.plan.topology import RankGrid, Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.schema import RunSpec
@@ -43,8 +53,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one spec; `by_rank` is by pipeline rank. `time` is None for a chip without speed figures.
+    """The prediction of one spec; `by_rank` is by pipeline rank.
 
+    `time` is that of this engine; None for a chip without speed figures, and for a run that the engine refuses.
     `why_no_time` is the reason in that case. `host_bytes` are those of optimizer states in the host memory of a node.
     """
 
@@ -65,6 +76,10 @@ class Prediction:
         """The memory of the rank that needs most."""
         return max(self.by_rank, key=lambda memory: memory.total)
 
+    def without_time(self, reason: str) -> Prediction:
+        """Return the prediction of memory alone, with the reason why there is none of time."""
+        return replace(self, time=None, days=None, why_no_time=self.why_no_time or reason)
+
 
 def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
     """Predict a resolved spec.
@@ -79,10 +94,13 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
     budget = float(tokens_requested(spec)) if tokens is None else tokens
     time: StepTime | None = None
     why = ""
-    try:
-        time = step_time(spec)
-    except UnknownChipSpeed as error:
-        why = str(error)
+    if beyond := not_trained(spec):
+        why = f"the engine does not train {', '.join(beyond)}"
+    else:
+        try:
+            time = step_time(spec)
+        except UnknownChipSpeed as error:
+            why = str(error)
     chip = CHIPS.get(spec.platform.chip)
     return Prediction(
         topology=topology,
@@ -143,6 +161,9 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None:
         yield from _chip_assumptions(spec, chip)
+    stack = engine_stack(spec)
+    yield Statement("kernels", stack.meaning, stack.name)
+    yield from stack.constants
     yield from CONSTANTS
     yield from STATEMENTS
     profile = profile_for(spec)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
-from published_runs import BRIDGE, CALIBRATED, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, ONE_DEVICE, OTHERS, Published
+from leave_one_out import leave_one_out
+from published_llmq_runs import ONE_DEVICE
+from published_pytorch_runs import PYTORCH
+from published_runs import BRIDGE, CALIBRATED, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, OTHERS, Published
 
-from megalaunch.plan.cost import step_time
 from megalaunch.plan.memory import MEGATRON, predict_memory
 from megalaunch.plan.memory.profiles import MemoryProfile
 
@@ -24,21 +26,25 @@ BRIDGE_SFT = replace(MEGATRON, fp8_weight_copy_bytes=1.0, deferred_head_microbat
 UNFUSED = replace(MEGATRON, unfused_attention=True)
 
 
-def speeds(runs: tuple[Published, ...]) -> Iterator[str]:
-    """A table of tokens/s a device."""
-    yield "| run | layout | measured | predicted | error |"
-    yield "| --- | --- | ---: | ---: | ---: |"
-    for run in runs:
-        if run.tokens is not None:
-            found = step_time(run.spec).tokens_per_second_per_device
-            mark = " *" if run.name in CALIBRATED.values() else ""
-            error = f"{100 * (found / run.tokens - 1):+.1f} %"
-            yield f"| {run.name}{mark} | {run.layout} | {run.tokens:,.0f} | {found:,.0f} | {error} |"
+def speeds(runs: tuple[Published, ...], *, crossed: bool) -> Iterator[str]:
+    """A table of tokens/s a device; `crossed`: with the error if the constants are fitted to the other rows."""
+    yield "| run | layout | measured | predicted | error |" + (" without the row |" if crossed else "")
+    yield "| --- | --- | ---: | ---: | ---: |" + (" ---: |" if crossed else "")
+    left_out = leave_one_out(runs) if crossed else [0.0] * len(runs)
+    for run, other in zip(runs, left_out, strict=True):
+        found = run.time().tokens_per_second_per_device
+        mark = " *" if run.name in CALIBRATED.values() else ""
+        row = f"| {run.name}{mark} | {run.layout} | {run.tokens:,.0f} | {found:,.0f} | {100 * run.error():+.1f} % |"
+        yield row + (f" {100 * other:+.1f} % |" if crossed else "")
 
 
-def errors(runs: tuple[Published, ...]) -> list[float]:
-    """How far each run is off, without sign."""
-    return [abs(step_time(run.spec).tokens_per_second_per_device / (run.tokens or 1) - 1) for run in runs]
+def summary(runs: tuple[Published, ...]) -> str:
+    """Median and largest error of a table, without sign."""
+    errors, left_out = [abs(run.error()) for run in runs], [abs(error) for error in leave_one_out(runs)]
+    return (
+        f"Median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; "
+        f"without the row {statistics.median(left_out):.1%} and {max(left_out):.1%}."
+    )
 
 
 def sizes() -> Iterator[str]:
@@ -59,14 +65,22 @@ def sizes() -> Iterator[str]:
 
 def tables() -> str:
     """All of it, as docs/plan.md has it."""
-    bound = (*DGXC, *BRIDGE)
-    unseen = tuple(run for run in bound if run.name not in CALIBRATED.values())
-    line = (
-        f"Median error {statistics.median(errors(bound)):.1%}, worst {max(errors(bound)):.1%}; of the eight rows "
-        f"without calibration {statistics.median(errors(unseen)):.1%} and {max(errors(unseen)):.1%}."
-    )
-    other = [run for run in (*OTHERS, *ONE_DEVICE) if run.tokens is not None]
-    return "\n".join([*speeds(bound), "", line, "", *speeds(tuple(other)), "", *sizes()])
+    nvidia = (*DGXC, *BRIDGE)
+    other = tuple(run for run in (*OTHERS, *ONE_DEVICE) if run.tokens is not None)
+    parts = [
+        *speeds(PYTORCH, crossed=True),
+        "",
+        summary(PYTORCH),
+        "",
+        *speeds(nvidia, crossed=True),
+        "",
+        summary(nvidia),
+        "",
+        *speeds(other, crossed=False),
+        "",
+        *sizes(),
+    ]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

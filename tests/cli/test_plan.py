@@ -97,7 +97,7 @@ def test_a_processor_has_memory_and_no_speed():
     assert json.loads(plan("recipe=tiny", "data.corpus=x", "platform=cpu", "--json").output)["time"] is None
 
 
-@pytest.mark.parametrize(("text", "days"), [("1T", 109.51), ("1000B", 109.51), ("1e12", 109.51)])
+@pytest.mark.parametrize(("text", "days"), [("1T", 121.94), ("1000B", 121.94), ("1e12", 121.94)])
 def test_a_budget_of_tokens(text, days):
     report = json.loads(plan(*OVERRIDES, "--json", "--tokens", text).output)
     assert report["time"]["budget_tokens"] == 1e12
@@ -130,3 +130,27 @@ def test_torch_is_not_imported():
         "assert r.exit_code == 0, r.output; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_the_plan_says_whose_kernels_it_describes():
+    shown = plan(*OVERRIDES).output
+    assert "step time: " in shown
+    assert "with the kernels of megalaunch, eager" in shown
+    compiled = plan(*OVERRIDES, "train.compile=true").output
+    assert "with the kernels of megalaunch, compiled" in compiled
+    assert "torch.compile of each block" in compiled
+    assumed = plan(*OVERRIDES, "--assumptions").output
+    assert "values moved per inner value of SwiGLU" in assumed
+    whole = plan(*OVERRIDES, "precision.compute_dtype=fp32", "train.loss_chunks=8").output
+    assert "fp32, no tensor cores" in whole
+    assert "logits of one of 8 chunks" in whole
+
+
+def test_what_the_engine_refuses_has_no_speed():
+    limit = plan(*OVERRIDES, "precision.compute_dtype=fp8", "precision.fp8.param_gather=true")
+    assert "not predicted: the engine does not train all-gathers of parameters in fp8" in limit.output
+    assert "tokens/s" not in limit.output
+    refused = plan(*OVERRIDES, "model.attention_backend=flash", "model.attn_logit_softcapping=30", "--json")
+    report = json.loads(refused.output)
+    assert (report["time"], report["why_no_time"]) == (None, "the engine refuses this run (errors above)")
+    assert report["memory"]["total"] > 0

@@ -6,7 +6,8 @@ import time
 
 import pytest
 from made_specs import resolved
-from published_runs import BRIDGE, DGXC, MEMORY_7B, ONE_DEVICE, OTHERS
+from published_llmq_runs import ONE_DEVICE
+from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
 
 from megalaunch.plan.memory import ENGINE, MEGATRON, predict_memory
 from megalaunch.plan.memory.in_flight import in_flight

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 from made_specs import resolved
-from published_runs import BRIDGE, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, ONE_DEVICE, OTHERS
+from published_llmq_runs import ONE_DEVICE
+from published_runs import BRIDGE, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, OTHERS
 
 from megalaunch.plan.check import check
 from megalaunch.plan.memory import predict_memory

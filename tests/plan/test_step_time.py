@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from made_specs import resolved
 from published_runs import DGXC
 
-from megalaunch.plan.cost import UnknownChipSpeed, step_time
+from megalaunch.plan.cost import MEGATRON, UnknownChipSpeed, step_time
 from megalaunch.plan.cost.communication import Interconnect
+from megalaunch.plan.cost.constants import HOST_LAUNCH
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
@@ -108,7 +109,8 @@ def test_a_window_shortens_attention():
     overrides = ("platform=h100", "cluster.devices_per_node=8", "batch.sequence_length=8192",
                  "batch.global_batch_size=8", "train.steps=1", "precision=bf16", "model=llama3_8b")  # fmt: skip
     full, windowed = resolved(*overrides)[0], resolved(*overrides, "model.sliding_window=1024")[0]
-    assert step_time(windowed).attention < step_time(full).attention / 3
+    assert step_time(windowed, MEGATRON).attention < step_time(full, MEGATRON).attention / 3
+    assert step_time(windowed).attention < step_time(full).attention  # by small blocks, which are merged
 
 
 def test_a_node_of_four_ends_at_four_and_a_rack_does_not():
@@ -175,3 +177,30 @@ def test_matmuls_of_fp32_use_tensor_cores_only_in_tf32(seventy):
     rounded = _with(plain, precision__tf32=True)
     chip = CHIPS[seventy.platform.chip].peak_flops
     assert step_time(plain).matmul / step_time(rounded).matmul == pytest.approx(chip["tf32"] / chip["fp32"])
+
+
+def test_the_kernels_are_those_of_the_spec(seventy):
+    """Compiled blocks move less memory; a soft cap has no fused kernel; a ring merges what a2a computes whole."""
+    eager = step_time(seventy)
+    assert step_time(_with(seventy, train__compile=True)).memory < eager.memory
+    assert eager.stack.name != step_time(seventy, MEGATRON).stack.name
+    assert eager.attention > 1.5 * step_time(seventy, MEGATRON).attention  # flash attention of torch, for cuDNN
+    capped = _with(seventy, model__attn_logit_softcapping=30.0)
+    assert step_time(capped).attention > 3 * eager.attention
+    assert step_time(_with(seventy, parallel__cp_comm_type="a2a")).attention < eager.attention
+    cast = _with(seventy, precision__compute_dtype="fp8")
+    assert step_time(cast).memory > 3 * step_time(_with(cast, train__compile=True)).memory
+
+
+def test_a_small_model_waits_for_the_host():
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 4}
+    overrides = ("model=llama3_8b", *(f"model.{name}={size}" for name, size in sizes.items()), "platform=h100",
+                 "model.vocab_size=1024", "cluster.devices_per_node=1", "precision=bf16", "train.steps=1",
+                 "batch.sequence_length=256", "batch.global_batch_size=1")  # fmt: skip
+    found = step_time(resolved(*overrides)[0])
+    assert found.launch_overhead > 0.5 * found.total
+    assert found.total > 32 * found.stack.launches.value * HOST_LAUNCH.value
+
+
+def test_chunks_of_the_loss_cost_time(seventy):
+    assert step_time(_with(seventy, train__loss_chunks=16)).head > step_time(seventy).head

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from made_specs import resolved
 
-from megalaunch.schema import RunSpec
+from megalaunch.plan.cost import MEGATRON, Stack, StepTime, step_time
+from megalaunch.platform.chips import ChipFacts
+from megalaunch.schema import RunSpec, with_values
 
 _NEMOTRON = (
     "model=llama3_8b",
@@ -57,11 +59,11 @@ _FP8 = (
 _OVERLAP = ("parallel.tp_comm_overlap=true", "parallel.overlap_p2p_comm=true")
 
 
-# The rows that constants of plan/cost/constants.py were set on, one row each.
+# The rows that constants of MEGATRON in plan/cost/stacks.py were set on, one row each.
 CALIBRATED = {
-    "MATMUL_16": "Llama-3.1-70B bf16, 64",
-    "TP_EXPOSED": "Llama-3.1-405B bf16, 512",
-    "MATMUL_8": "Llama3.1-405B FP8, 1024",
+    "matmul_16": "Llama-3.1-70B bf16, 64",
+    "tp_exposed": "Llama-3.1-405B bf16, 512",
+    "matmul_8": "Llama3.1-405B FP8, 1024",
 }
 
 
@@ -69,7 +71,8 @@ CALIBRATED = {
 class Published:
     """One run. `tokens` are tokens/s/GPU, `gigabytes` the measured peak (10^9), `layout` a layout name.
 
-    `batch` is (sequence, micro batch, global batch).
+    `batch` is (sequence, micro batch, global batch), `stack` whose kernels it ran on, `chip` its card if it is none of
+    the table of chips.
     """
 
     name: str
@@ -81,6 +84,20 @@ class Published:
     tokens: float | None = None
     gigabytes: float | None = None
     note: str = ""
+    stack: Stack = MEGATRON
+    chip: ChipFacts | None = None
+
+    def time(self, stack: Stack | None = None) -> StepTime:
+        """The predicted time, with the kernels of another stack if given.
+
+        Chunks of the loss count for memory only: the stacks of this table hold whole logits, or few large chunks.
+        """
+        return step_time(with_values(self.spec, {"train.loss_chunks": 1}), stack or self.stack, self.chip)
+
+    def error(self, stack: Stack | None = None) -> float:
+        """Predicted over measured tokens/s, less 1."""
+        assert self.tokens is not None, "a row with a rate"
+        return self.time(stack).tokens_per_second_per_device / self.tokens - 1
 
     @property
     def spec(self) -> RunSpec:
@@ -353,46 +370,6 @@ OTHERS = (
         1297,
         note="TP2 PP8 VP4 EP64; stages and recomputation assumed",
     ),
-)
-# llmq (C++/CUDA) on one H100, 524,288 tokens a step: the only published single-device training rates. Its commands
-# (benchmarks/H100x1.md): --model-dtype=bf16, which is the format of master weights, gradients and activations alike;
-# moments in bf16; nothing computed again, nothing offloaded. Logits stay in 16 bits there and become their own
-# gradients, of all tokens or of 4 (1.5B) and 2 (7B) chunks. Ours are worked on in fp32: chunks of 512 tokens.
-# 14B: --recompute-ffn --offload-opt-m --offload-opt-v --offload-residual. One residual stream of each of 48 layers, 10
-# of the 66 kB a token that a layer keeps then, is as much as all that 7.5 layers keep, which is what we can say.
-ONE_DEVICE = tuple(
-    Published(
-        f"Qwen2.5-{size} llmq bf16, 1",
-        (f"model=qwen25_{size.lower().replace('.', '_')}",),
-        1,
-        "dp",
-        (1024, micro, 512),
-        (
-            *_BF16,
-            "precision.main_params_dtype=bf16",
-            "precision.exp_avg_dtype=bf16",
-            f"train.loss_chunks={2 * micro}",
-            *overrides,
-        ),
-        rate,
-    )
-    for size, micro, rate, overrides in (
-        ("0.5B", 32, 149500, ()),
-        ("1.5B", 32, 58900, ()),
-        ("3B", 16, 30900, ()),
-        ("7B", 4, 13850, ()),
-        (
-            "14B",
-            8,
-            6330,
-            (
-                "recompute=selective",
-                "recompute.modules=[mlp]",
-                "optimizer.optimizer_offload_fraction=1",
-                "recompute.cpu_offloading_num_layers=7",
-            ),
-        ),
-    )
 )
 # Whose peaks Megatron's profile is held to. The logging rank of Megatron-LM is the last.
 # Bridge's SFT recipe (perf_recipes/llama/h100): bf16 gradients, 8-bit parameters without cached transposes, head

@@ -55,11 +55,18 @@ def show_plan(
         problem = ""
     except ValueError as error:
         prediction, problem = None, str(error)
+    if prediction is not None and _is_refused(findings):
+        prediction = prediction.without_time("the engine refuses this run (errors above)")
     if as_json:
         typer.echo(json.dumps(_as_json(spec, findings, prediction, with_assumptions), indent=2, default=str))
     else:
         typer.echo(_as_text(resolution, findings, prediction, problem, with_assumptions))
     return not has_errors(findings) and prediction is not None
+
+
+def _is_refused(findings: Sequence[Finding]) -> bool:
+    """Return whether the engine would not start the run for another reason than its memory."""
+    return any(f.severity == "error" and not f.rule.startswith("memory.") for f in findings)
 
 
 def _as_text(
@@ -69,6 +76,7 @@ def _as_text(
     problem: str,
     with_assumptions: bool,
 ) -> str:
+    from megalaunch.plan.cost import describe_kernels
     from megalaunch.plan.report import finding_block, run_table
     from megalaunch.plan.supported import not_trained
 
@@ -85,6 +93,8 @@ def _as_text(
         blocks.append(f"a plan only: the engine of this version does not train {', '.join(beyond)}")
     blocks.append("\n".join(["ranks", *table_lines(_group_row(groups) for groups in prediction.groups)]))
     blocks.append(_memory_text(prediction))
+    if prediction.time:
+        blocks.append("\n".join(["kernels", *table_lines(describe_kernels(spec, prediction.time.stack))]))
     blocks.append(_time_text(prediction) if prediction.time else f"time\n  not predicted: {prediction.why_no_time}")
     if with_assumptions:
         blocks.append(_assumptions_text(spec))
@@ -127,7 +137,7 @@ def _time_text(prediction: Prediction) -> str:
     time = prediction.time
     assert time is not None
     rows = [(name, f"{seconds:.3f} s", f"{seconds / time.total:.1%}", note) for name, seconds, note in _seconds(time)]
-    lines = [f"step time: {time.total:.3f} s", *table_lines(rows, right=(1, 2))]
+    lines = [f"step time: {time.total:.3f} s with the kernels of {time.stack.name}", *table_lines(rows, right=(1, 2))]
     budget, days = prediction.budget, prediction.days or 0.0
     speed = [
         (
@@ -211,6 +221,7 @@ def _as_json(
 
 def _time_json(prediction: Prediction, time: StepTime) -> dict[str, Any]:
     return {
+        "kernels": {"stack": time.stack.name, "meaning": time.stack.meaning},
         "step_seconds": time.total,
         "compute": {name: getattr(time, name) for name in _COMPUTE},
         "communication": {axis: vars(comm) for axis, comm in time.communication.items()},

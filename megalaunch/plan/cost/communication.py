@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.plan.cost import constants as c
+from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.platform.chips import ChipFacts
 from megalaunch.schema import RunSpec
@@ -66,7 +67,14 @@ class CommTime:
         return CommTime(self.exposed * count, self.hidden * count)
 
 
-def tensor_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, experts: bool) -> CommTime:
+def activation_bytes(spec: RunSpec) -> int:
+    """Return the bytes of an activation, and of a weight as it is all-gathered, in the compute dtype."""
+    return 4 if spec.precision.compute_dtype == "fp32" else 2
+
+
+def tensor_parallel(
+    spec: RunSpec, topology: Topology, wires: Interconnect, stack: Stack, tokens: float, experts: bool
+) -> CommTime:
     """Return the tensor-parallel time of one layer and microbatch (Korthikanti et al. 2022, figure 5).
 
     A layer has two regions (attention, feed-forward). With sequence parallelism each has an all-gather and a
@@ -77,46 +85,53 @@ def tensor_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, toke
     if topology.tp == 1:
         return CommTime()
     regions = 1 if experts and not spec.model.moe.shared_ffn_hidden_size else 2
-    one = wires.ring(tokens * spec.model.hidden_size * 2, topology.tp, 1)
+    one = wires.ring(tokens * spec.model.hidden_size * activation_bytes(spec), topology.tp, 1)
     exposed_time, hidden = one * 4 * regions, one * regions if spec.parallel.sequence_parallel else 0.0
     if not spec.parallel.tp_comm_overlap:
         return CommTime(exposed_time, hidden)
-    exposed = exposed_time * c.TP_EXPOSED.value
+    exposed = exposed_time * stack.tp_exposed.value
     return CommTime(exposed, exposed_time - exposed + hidden)
 
 
 def context_parallel(
-    spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, widths: tuple[float, float], attention: float
+    spec: RunSpec,
+    topology: Topology,
+    wires: Interconnect,
+    stack: Stack,
+    tokens: float,
+    attention: float,
 ) -> CommTime:
     """Return the context-parallel time of one layer and microbatch.
 
     p2p, ring attention (Liu et al. 2023): send/recv of keys and values around the ring in both passes, and of their
-    gradients in backward, overlapped with attention. a2a, Ulysses (Jacobs et al. 2023): all-to-all of queries, keys,
-    values and outputs from sequence to heads and back. allgather: the volume of the ring, exposed. Dynamic context
-    parallelism: as if each document had the length of its sample, which is the largest volume.
+    gradients in backward (fp32 in this engine), overlapped with attention. a2a, Ulysses (Jacobs et al. 2023):
+    all-to-all of queries, keys, values and outputs from sequence to heads and back. allgather: the volume of the ring,
+    exposed. Dynamic context parallelism: as if each document had the length of its sample, which is the largest volume.
 
     Args:
-        widths: local widths of (queries, keys and values).
         attention: seconds of attention, with which the ring overlaps.
     """
-    cp, tp = topology.cp, topology.tp
+    cp, tp, element = topology.cp, topology.tp, activation_bytes(spec)
     if cp == 1:
         return CommTime()
-    queries, keys = widths
+    queries, keys = key_widths(spec.model, tp)
     comm_type = most_common_cp_comm_type(spec.parallel)
     if comm_type == "a2a":
-        return CommTime(2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), cp, tp))
+        return CommTime(2 * wires.all_to_all(tokens * element * (2 * queries + keys), cp, tp))
     if spec.parallel.dynamic_context_parallel:  # all-gather of keys and values, reduce-scatter of their gradients
-        return CommTime(2 * wires.ring(cp * tokens * keys * 2, cp, tp))
-    ring = 3 * wires.ring(cp * tokens * keys * 2, cp, tp)
+        return CommTime(2 * wires.ring(cp * tokens * keys * element, cp, tp))
     if comm_type == "allgather":
-        return CommTime(ring)
+        return CommTime(3 * wires.ring(cp * tokens * keys * element, cp, tp))
+    exposed, size, stride = 0.0, cp, tp
     if comm_type == "a2a+p2p" and spec.parallel.hierarchical_context_parallel_sizes:
         inner = spec.parallel.hierarchical_context_parallel_sizes[0]
-        both = 2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), inner, tp)
-        ring = 3 * wires.ring(cp // inner * tokens * keys * 2, cp // inner, tp * inner)
-        return CommTime(both + max(0.0, ring - attention), min(ring, attention))
-    return CommTime(max(0.0, ring - attention), min(ring, attention))
+        exposed = 2 * wires.all_to_all(tokens * element * (2 * queries + keys), inner, tp)
+        size, stride = cp // inner, tp * inner
+    one = wires.ring(size * tokens * keys, size, stride)
+    gradients = one * stack.ring_gradient_bytes
+    ring = one * 2 * element + gradients
+    hidden = min(ring if stack.ring_gradients_hidden else ring - gradients, attention)
+    return CommTime(exposed + ring - hidden, hidden)
 
 
 def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float) -> CommTime:
@@ -127,7 +142,7 @@ def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, toke
     if topology.ep * topology.etp == 1:
         return CommTime()
     part = topology.tp if spec.parallel.sequence_parallel else 1
-    volume = tokens / part * spec.model.moe.top_k * spec.model.hidden_size * 2
+    volume = tokens / part * spec.model.moe.top_k * spec.model.hidden_size * activation_bytes(spec)
     seconds = 4 * wires.all_to_all(volume, topology.ep, topology.etp)
     seconds += 4 * wires.ring(volume * topology.etp, topology.etp, 1)
     exposed = seconds * (c.EP_EXPOSED.value if spec.parallel.overlap_moe_expert_parallel_comm else 1.0)
@@ -141,7 +156,7 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: flo
     part = topology.tp if spec.parallel.sequence_parallel else 1
     between = topology.tp * topology.cp * topology.dp * topology.pp > wires.node  # pp is the slowest axis
     pace = wires.network if between else wires.link
-    seconds = 2 * chunks * tokens / part * spec.model.hidden_size * 2 / pace
+    seconds = 2 * chunks * tokens / part * spec.model.hidden_size * activation_bytes(spec) / pace
     return CommTime(0.0, seconds) if spec.parallel.overlap_p2p_comm else CommTime(seconds)
 
 
@@ -161,14 +176,14 @@ def data_parallel(
     """
     p, microbatches = spec.parallel, topology.microbatches
     full_sharding = p.data_sharding == "optim_grads_params" and topology.pp == 1
-    rounds = microbatches if topology.pp == 1 and p.data_sharding in ("optim_grads", "optim_grads_params") else 1
+    gathers, rounds = sharding_rounds(spec, topology)
     width = 2 if spec.precision.grad_reduce_dtype == "bf16" else 4
     reducing = rounds * _dense_and_expert(spec, topology, wires, params, width) + _replica_all_reduce(
         spec, topology, wires, params, width
     )
     gathering = 0.0
     if p.data_sharding != "no_shard":
-        gathering = (2 * microbatches if full_sharding else 1) * _dense_and_expert(spec, topology, wires, params, 2)
+        gathering = gathers * _dense_and_expert(spec, topology, wires, params, activation_bytes(spec))
     share = unit / max(1.0, sum(params))
     hidden = 0.0
     if p.overlap_grad_reduce:
@@ -177,6 +192,15 @@ def data_parallel(
         overlap = window * microbatches if full_sharding else window * (1 - c.BACKWARD_SHARE.value)
         hidden += min(gathering * (1 - (share / microbatches if full_sharding else share)), overlap)
     return CommTime(reducing + gathering - hidden, hidden)
+
+
+def sharding_rounds(spec: RunSpec, topology: Topology) -> tuple[int, int]:
+    """Return how often a step all-gathers the parameters of a layer, and how often it reduce-scatters its gradients."""
+    sharding, microbatches = spec.parallel.data_sharding, topology.microbatches
+    if topology.pp > 1:
+        return 1, 1
+    reductions = microbatches if sharding in ("optim_grads", "optim_grads_params") else 1
+    return 2 * microbatches if sharding == "optim_grads_params" else 1, reductions
 
 
 def _dense_and_expert(

@@ -1,6 +1,6 @@
-"""The constants of the time model, each with the source of its value; `megalaunch plan --assumptions` prints them.
+"""The constants that all stacks share, each with the source of its value; `megalaunch plan --assumptions` prints them.
 
-They describe well-tuned stacks (fused attention, large matmuls in cuBLAS, overlapped collectives). A value without a
+Those of hardware, of collectives and of single kernels; what differs between stacks is in stacks.py. A value without a
 publication is marked as assumed: it was set in advance, not fitted to a run.
 """
 
@@ -38,17 +38,6 @@ STATEMENTS = (
 )
 
 
-# MATMUL_16, MATMUL_8 and TP_EXPOSED are calibrated, by one row each (tests/plan/test_step_time_anchors.py).
-MATMUL_16 = Constant(
-    "efficiency of large matmuls, of the 16-bit peak",
-    0.653,
-    "calibrated: Llama-3.1-70B bf16 on 64 H100 (dgxc); a single matmul reaches 0.80, before power limits (MAMF)",
-)
-MATMUL_8 = Constant(
-    "efficiency of large matmuls, of the 8-bit peak",
-    0.615,
-    "calibrated: Llama-3.1-405B FP8 on 1024 H100 (Megatron-Bridge); a single matmul reaches 0.71 (MAMF)",
-)
 MATMUL_EDGE = Constant(
     "edge of a matmul of [m, k] x [k, n]: its time grows by edge (1/m + 1/k + 1/n)",
     128.0,
@@ -74,6 +63,15 @@ SCORE_TRAFFIC_FORWARD = Constant(
     "bytes moved per score by unfused attention, forward pass", 24.0, "product, scale, mask, fp32 softmax, cast"
 )
 SCORE_TRAFFIC_BACKWARD = Constant("bytes moved per score by unfused attention, backward pass", 38.0, "the same")
+MERGE_TRAFFIC_FORWARD = Constant(
+    "bytes moved per value by merging the outputs of two blocks", 26.0, "engine/model/attention/online_softmax.py"
+)
+MERGE_TRAFFIC_BACKWARD = Constant(
+    "bytes moved per value by adding the gradients of two blocks", 10.0, "fp32 sums of 16-bit gradients"
+)
+HOST_LAUNCH = Constant(
+    "host seconds to launch one operator, forward or backward", 8e-6, "assumed: Python, autograd and driver"
+)
 NARROW_HEADS = Constant(
     "attention rate with head_dim 64, of head_dim 128", 0.78, "FlashAttention-3 paper: 460 of 602 TFLOP/s at 8k"
 )
@@ -96,25 +94,13 @@ BACKWARD = Constant("backward matmuls per forward matmul", 2.0, "gradients of in
 ATTENTION_PRODUCTS = Constant(
     "attention FLOPs of backward, of forward", 2.5, "FlashAttention-2, section 3.1: scores are recomputed"
 )
-NORM_TRAFFIC = Constant("values moved per hidden value by norms and residuals", 16.0, "both passes of a layer")
-ROTARY_TRAFFIC = Constant("values moved per value with RoPE", 4.0, "both passes")
-GATED_TRAFFIC = Constant("values moved per inner value of a gated block", 8.0, "both passes, SwiGLU in one kernel")
-PLAIN_TRAFFIC = Constant("values moved per inner value of a plain block", 5.0, "both passes")
 BACKWARD_SHARE = Constant("fraction of a microbatch that overlaps gradient reductions", 2 / 3, "the backward pass")
 ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
 LAUNCH_OVERHEAD = Constant("launch overhead and idle time between kernels, of the compute time", 0.02, "assumed")
-TP_EXPOSED = Constant(
-    "tensor-parallel communication exposed with tp_comm_overlap",
-    0.37,
-    "calibrated: Llama-3.1-405B bf16 on 512 H100 (dgxc)",
-)
 EP_EXPOSED = Constant("expert all-to-all exposed with overlap_moe_expert_parallel_comm", 0.2, "assumed")
-OVERLAP_SLOWDOWN = Constant("compute slowdown by an overlapped collective, of its time", 0.1, "assumed")
-LOGIT_TRAFFIC = Constant("bytes moved per logit by loss and gradient", 44.0, "18.2 ms, 8192 x 131072, H100 (Liger)")
 OPTIMIZER_TRAFFIC = Constant(
     "bytes moved per parameter by AdamW", 38.0, "fp32 gradient, main params and moments, bf16 copy"
 )
-CAST_TRAFFIC = Constant("bytes moved per value cast to 8 bits: amax, scale, transpose", 6.0, "assumed")
 DISPATCH_TRAFFIC = Constant("passes over a dispatched token: permute, unpermute, weight", 6.0, "assumed")
 
 CONSTANTS: tuple[Constant, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Constant))

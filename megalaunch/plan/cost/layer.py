@@ -10,6 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalaunch.plan.cost import constants as c
+from megalaunch.plan.cost.attention import (
+    AttentionKernel,
+    AttentionRates,
+    AttentionShape,
+    attention_seconds,
+    head_widths,
+)
+from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.schema.model import GATED, ModelSpec
@@ -18,13 +26,30 @@ from megalaunch.schema.recompute import RecomputeModule
 
 @dataclass(frozen=True)
 class Device:
-    """Rates of a chip: FLOP/s of 16-bit attention, of matmuls in the compute dtype and of the head; memory bytes/s."""
+    """A chip with the kernels of a stack.
 
+    Attributes:
+        stack: the kernels.
+        attention_flops: peak FLOP/s of attention.
+        matmul_flops, head_flops, fp32_flops: FLOP/s of matmuls in the compute dtype, of the head, and in fp32.
+        memory: bytes/s of memory-bound kernels.
+        float8: matmuls of layers are in fp8.
+        element: bytes of an activation.
+    """
+
+    stack: Stack
     attention_flops: float
     matmul_flops: float
     head_flops: float
+    fp32_flops: float
     memory: float
     float8: bool
+    element: int
+
+    @property
+    def attention_rates(self) -> AttentionRates:
+        """The rates of attention kernels."""
+        return AttentionRates(self.attention_flops, self.head_flops, self.fp32_flops, self.memory)
 
 
 @dataclass(frozen=True)
@@ -33,7 +58,6 @@ class Shape:
 
     tokens: float
     sequence: int
-    cp: int
     tp: int
     ep: int
     etp: int
@@ -76,15 +100,25 @@ def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
 
 
 @lru_cache(maxsize=8192)
-def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> LayerTime:
-    """Return the seconds of one layer."""
+def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device, kernel: AttentionKernel) -> LayerTime:
+    """Return the seconds of one layer, whose attention is computed by `kernel`."""
     forward = again = 0.0
     for product in _matmuls(model, kind, shape):
         seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
         forward += seconds
         again += seconds if any(module in shape.recomputed_modules for module in product.repeated_by) else 0.0
-    attention, attention_back = _attention(model, kind, shape, device)
+    groups = model.num_attention_heads if model.mla.kv_lora_rank else model.num_query_groups or 1
+    at = AttentionShape(
+        shape.tokens,
+        shape.sequence,
+        model.num_attention_heads / shape.tp,
+        max(1.0, groups / shape.tp),
+        device.element,
+    )
+    attention, attention_back = attention_seconds(model, kind, at, kernel, device.attention_rates)
     memory = _memory_bytes(model, kind, shape, device) / device.memory
+    if shape.recomputed_modules and device.stack.selective_matmuls.value:
+        again = forward * device.stack.selective_matmuls.value + memory / 3
     again += attention if "attention" in shape.recomputed_modules else 0.0
     if shape.full_recompute:
         again = forward + attention + memory / 3
@@ -147,48 +181,8 @@ def _latent_projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
     yield Matmul(shape.tokens, heads * mla.v_head_dim, hidden)
 
 
-def head_widths(model: ModelSpec) -> tuple[float, float]:
-    """Return the widths of a query/key head and of a value head."""
-    if model.mla.kv_lora_rank:
-        return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
-    return model.head_dim or 0, model.head_dim or 0
-
-
-def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> tuple[float, float]:
-    """Return the seconds of attention, forward and backward, counting causal scores within the window."""
-    query, value = head_widths(model)
-    if model.attention_backend == "math":
-        return _unfused_attention(model, shape, device)
-    seen = shape.sequence / 2
-    if kind.window is not None and kind.window < shape.sequence:
-        seen = kind.window * (1 - kind.window / (2 * shape.sequence))
-    flops = 2 * shape.tokens * seen * (query + value) * model.num_attention_heads / shape.tp
-    narrow = c.NARROW_HEADS.value if query <= 64 else 1.0
-    length = shape.sequence / shape.cp
-    forward = c.ATTENTION_FORWARD.value * length / (length + c.ATTENTION_FORWARD_HALF.value) * narrow
-    backward = c.ATTENTION_BACKWARD.value * length / (length + c.ATTENTION_BACKWARD_HALF.value) * narrow
-    seconds = flops / (device.attention_flops * _kernel_rate(model))
-    return seconds / forward, c.ATTENTION_PRODUCTS.value * seconds / backward
-
-
-def _kernel_rate(model: ModelSpec) -> float:
-    """Return the rate of the attention kernel, of the one that auto has."""
-    if model.attention_backend == "flex":
-        return c.FLASH_RATE.value * c.FLEX_RATE.value
-    return c.FLASH_RATE.value if model.attention_backend in ("flash", "efficient") else 1.0
-
-
-def _unfused_attention(model: ModelSpec, shape: Shape, device: Device) -> tuple[float, float]:
-    """Return the seconds of unfused attention, which multiplies masked scores too and moves them through memory."""
-    query, value = head_widths(model)
-    scores = shape.tokens * shape.sequence * model.num_attention_heads / shape.tp
-    products = 2 * scores * (query + value) / device.matmul_flops
-    forward = products + scores * c.SCORE_TRAFFIC_FORWARD.value / device.memory
-    return forward, c.BACKWARD.value * products + scores * c.SCORE_TRAFFIC_BACKWARD.value / device.memory
-
-
 def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:
-    """Return the memory traffic in bytes of norms, residuals, RoPE and activations, both passes, in 16 bits.
+    """Return the memory traffic in bytes of norms, residuals, RoPE, activations and casts, both passes.
 
     A roofline of values read or written per token; it agrees with the published rates of one device.
     """
@@ -197,8 +191,9 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
     query, _ = head_widths(model)
     groups = model.num_attention_heads if model.mla.kv_lora_rank else model.num_query_groups or 1
     rotated = query * (model.num_attention_heads + groups) / tp
-    inner = (c.GATED_TRAFFIC if model.activation in GATED else c.PLAIN_TRAFFIC).value
-    values = c.NORM_TRAFFIC.value * hidden / part + c.ROTARY_TRAFFIC.value * rotated
+    stack = device.stack
+    inner = _inner_traffic(model, stack)
+    values = stack.norm_traffic.value * hidden / part + stack.rotary_traffic.value * rotated
     casts: float = 2 * hidden
     if kind.experts:
         moe = model.moe
@@ -210,11 +205,28 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
         values += inner * model.ffn_hidden_size / tp
         casts += 2 * hidden + 3 * model.ffn_hidden_size / tp
     casts += 2 * rotated
-    return shape.tokens * (2 * values + (c.CAST_TRAFFIC.value * casts if device.float8 else 0.0))
+    traffic = shape.tokens * device.element * values
+    if not device.float8:
+        return traffic
+    weights = sum(product.k * product.n * product.count for product in _matmuls(model, kind, shape))
+    return traffic + stack.cast_traffic.value * shape.tokens * casts + stack.weight_cast_traffic.value * weights
 
 
-def head_time(model: ModelSpec, shape: Shape, device: Device) -> float:
-    """Return the seconds of head and loss for one microbatch, both passes."""
+def _inner_traffic(model: ModelSpec, stack: Stack) -> float:
+    """Return the values moved per inner value of the feed-forward block."""
+    if model.activation == "swiglu":
+        return stack.swiglu_traffic.value
+    return (stack.gated_traffic if model.activation in GATED else stack.plain_traffic).value
+
+
+def head_time(model: ModelSpec, shape: Shape, device: Device, chunks: int) -> float:
+    """Return the seconds of head and loss for one microbatch, both passes.
+
+    In chunks of tokens the weight's gradient is read and written once a chunk.
+    """
     vocabulary = vocabulary_rows(model.vocab_size or 1, shape.tp) / shape.tp
-    matmul = matmul_seconds(shape.tokens, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
-    return matmul + shape.tokens * vocabulary * c.LOGIT_TRAFFIC.value / device.memory
+    rows = max(1.0, shape.tokens / chunks)
+    matmul = matmul_seconds(rows, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
+    sums = 3 * device.element * model.hidden_size * vocabulary if chunks > 1 else 0.0
+    logits = rows * vocabulary * device.stack.logit_traffic.value
+    return chunks * (matmul + (logits + sums) / device.memory)

@@ -10,8 +10,10 @@ from functools import lru_cache
 
 from megalaunch.plan.cost import communication as wire
 from megalaunch.plan.cost import constants as c
-from megalaunch.plan.cost.communication import CommTime, Interconnect
+from megalaunch.plan.cost.attention import attention_kernel
+from megalaunch.plan.cost.communication import CommTime, Interconnect, activation_bytes, sharding_rounds
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
+from megalaunch.plan.cost.stacks import Stack, engine_stack
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.model_states import main_param_bytes
@@ -20,7 +22,6 @@ from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
-from megalaunch.schema.precision import PrecisionSpec
 
 _BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # as a fraction of 1F1B's bubble
 
@@ -33,9 +34,11 @@ class UnknownChipSpeed(ValueError):
 class StepTime:
     """Seconds of one step on the slowest rank, and the rates derived from them; `communication` is by parallel axis.
 
-    `matmul`, `attention`, `memory`, `head`, `recompute`, `launch_overhead`: compute. MFU is relative to the 16-bit
-    peak, whatever the dtype of the matmuls.
+    `matmul`, `attention`, `memory`, `head`, `recompute`, `launch_overhead`: compute, with the kernels of `stack`. MFU
+    is relative to the 16-bit peak, whatever the dtype of the matmuls.
     """
+
+    stack: Stack
 
     matmul: float
     attention: float
@@ -101,32 +104,49 @@ class _RankTime:
     cp: CommTime = CommTime()
     ep: CommTime = CommTime()
 
+    launches: float = 0.0
+    overlap_slowdown: float = 0.0
+
     @property
     def compute(self) -> float:
         return self.matmul + self.attention + self.memory + self.head + self.again
 
     @property
-    def total(self) -> float:
-        exposed = self.tp.exposed + self.cp.exposed + self.ep.exposed
+    def exposed(self) -> float:
+        return self.tp.exposed + self.cp.exposed + self.ep.exposed
+
+    @property
+    def overhead(self) -> float:
+        """Gaps between kernels, the slowdown by overlapped collectives, and the wait for a host that launches late."""
         hidden = self.tp.hidden + self.cp.hidden + self.ep.hidden
-        return self.compute * (1 + c.LAUNCH_OVERHEAD.value) + exposed + hidden * c.OVERLAP_SLOWDOWN.value
+        overhead = self.compute * c.LAUNCH_OVERHEAD.value + hidden * self.overlap_slowdown
+        return max(overhead, self.launches * c.HOST_LAUNCH.value - self.compute - self.exposed)
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.overhead
 
 
-def step_time(spec: RunSpec) -> StepTime:
+def step_time(spec: RunSpec, stack: Stack | None = None, chip: ChipFacts | None = None) -> StepTime:
     """Return the seconds of one step of a resolved spec.
+
+    Args:
+        spec: the run.
+        stack: whose kernels it runs on; None: this engine's.
+        chip: the device; None: that of the spec.
 
     Raises:
         UnknownChipSpeed: the chip has no figures.
         ValueError: a degree does not divide (StageError for stages).
     """
-    chip = CHIPS.get(spec.platform.chip)
-    device = _device(chip, spec.precision)
+    chip = chip or CHIPS.get(spec.platform.chip)
+    device = _device(chip, spec, stack or engine_stack(spec))
     assert chip is not None
     topology = Topology.from_spec(spec)
     wires = Interconnect.from_cluster(spec, chip, _domain(chip, topology))
     ranks = chunks_by_rank(spec)
     kinds = _kind_times(spec, topology, device, wires, ranks)
-    times = [_rank_time(chunks, kinds, _head(spec, topology, device, chunks)) for chunks in ranks]
+    times = [_rank_time(chunks, kinds, _head(spec, topology, device, chunks), device.stack) for chunks in ranks]
     slowest = max(range(len(times)), key=lambda rank: times[rank].total)
     return _assemble(spec, topology, device, wires, times, slowest)
 
@@ -145,16 +165,17 @@ def _assemble(
         "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
         "dp": wire.data_parallel(spec, topology, wires, (params.dense, params.experts), params.layer, worst.compute),
     }
-    hidden = (worst.tp.hidden + worst.cp.hidden + worst.ep.hidden) * microbatches + communication["dp"].hidden
+    slowdown = communication["dp"].hidden * device.stack.overlap_slowdown.value
     peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
     flops, full = _model_flops(spec)
     return StepTime(
+        stack=device.stack,
         matmul=worst.matmul * microbatches,
         attention=worst.attention * microbatches,
-        memory=worst.memory * microbatches,
+        memory=worst.memory * microbatches + _copies(spec, topology, params, device),
         head=worst.head * microbatches,
         recompute=worst.again * microbatches,
-        launch_overhead=worst.compute * microbatches * c.LAUNCH_OVERHEAD.value + hidden * c.OVERLAP_SLOWDOWN.value,
+        launch_overhead=worst.overhead * microbatches + slowdown,
         communication=communication,
         bubble=_bubble(spec, times, slowest, chunks),
         optimizer=_optimizer(spec, topology, params, device),
@@ -166,9 +187,16 @@ def _assemble(
     )
 
 
-def _device(chip: ChipFacts | None, precision: PrecisionSpec) -> Device:
-    """Return the rates of a chip for a precision."""
-    compute = precision.compute_dtype
+def _copies(spec: RunSpec, topology: Topology, params: DeviceParams, device: Device) -> float:
+    """Return the seconds in which parameters and gradients are copied around the collectives of data parallelism."""
+    gathers, reductions = sharding_rounds(spec, topology)
+    each = gathers * device.stack.gather_copy.value + reductions * device.stack.reduce_copy.value
+    return (params.dense + params.experts) * each / device.memory
+
+
+def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
+    """Return the rates of a chip for a precision, with the kernels of a stack."""
+    precision, compute = spec.precision, spec.precision.compute_dtype
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
         raise UnknownChipSpeed(
             f"the speed of {chip.name if chip else 'this chip'} is unknown: no peak FLOP/s in the table of chips"
@@ -177,14 +205,17 @@ def _device(chip: ChipFacts | None, precision: PrecisionSpec) -> Device:
     peak = chip.peak_flops.get(name)
     if peak is None or (compute == "fp8" and "fp8" not in chip.peak_flops):
         raise UnknownChipSpeed(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
-    head = peak * c.MATMUL_16.value
+    head = peak * stack.matmul_16.value
     float8 = compute == "fp8"
     return Device(
+        stack=stack,
         attention_flops=peak,
-        matmul_flops=chip.peak_flops["fp8"] * c.MATMUL_8.value if float8 else head,
+        matmul_flops=chip.peak_flops["fp8"] * stack.matmul_8.value if float8 else head,
         head_flops=head,
+        fp32_flops=chip.peak_flops.get("tf32" if precision.tf32 else "fp32", peak) * stack.matmul_16.value,
         memory=chip.memory_bandwidth * c.MEMORY.value,
         float8=float8,
+        element=activation_bytes(spec),
     )
 
 
@@ -197,22 +228,26 @@ def _kind_times(
     spec: RunSpec, topology: Topology, device: Device, wires: Interconnect, ranks: tuple[tuple[VirtualStage, ...], ...]
 ) -> dict[Layer, _RankTime]:
     """Return the time of one layer of every kind, with its communication."""
-    shape = _shape(spec, topology)
-    widths = wire.key_widths(spec.model, topology.tp)
+    shape, stack = _shape(spec, topology), device.stack
+    kernels = {window: attention_kernel(spec, stack, window) for window in _windows(ranks)}
     kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
     found = {}
     for kind in kinds:
-        time: LayerTime = layer_time(spec.model, kind, shape, device)
+        time: LayerTime = layer_time(spec.model, kind, shape, device, kernels[kind.window])
         found[kind] = _RankTime(
             matmul=time.matmul,
             attention=time.attention,
             memory=time.memory,
             again=time.recompute,
-            tp=wire.tensor_parallel(spec, topology, wires, shape.tokens, kind.experts),
-            cp=wire.context_parallel(spec, topology, wires, shape.tokens, widths, time.attention),
+            tp=wire.tensor_parallel(spec, topology, wires, stack, shape.tokens, kind.experts),
+            cp=wire.context_parallel(spec, topology, wires, stack, shape.tokens, time.attention),
             ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else CommTime(),
         )
     return found
+
+
+def _windows(ranks: tuple[tuple[VirtualStage, ...], ...]) -> set[int | None]:
+    return {kind.window for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
 
 
 def _shape(spec: RunSpec, topology: Topology) -> Shape:
@@ -220,7 +255,6 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
     return Shape(
         tokens=topology.micro_batch_size * length / topology.cp,
         sequence=length,
-        cp=topology.cp,
         tp=topology.tp,
         ep=topology.ep,
         etp=topology.etp,
@@ -233,13 +267,13 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
 def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[VirtualStage, ...]) -> float:
     """Return the seconds of the head on one rank, which it applies to the decoder's output and to each MTP depth's."""
     heads = any(chunk.head for chunk in chunks) * (1 + spec.model.mtp.num_layers)
-    return heads * _head_time(spec.model, _shape(spec, topology), device) if heads else 0.0
+    return heads * _head_time(spec.model, _shape(spec, topology), device, spec.train.loss_chunks) if heads else 0.0
 
 
 _head_time = lru_cache(maxsize=1024)(head_time)
 
 
-def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], head: float) -> _RankTime:
+def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], head: float, stack: Stack) -> _RankTime:
     counts: dict[Layer, int] = {}
     for chunk in chunks:
         for kind, count in chunk.kinds:
@@ -259,6 +293,8 @@ def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], 
         tp=summed("tp"),
         cp=summed("cp"),
         ep=summed("ep"),
+        launches=stack.launches.value * sum(count for _, count in pairs),
+        overlap_slowdown=stack.overlap_slowdown.value,
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from megalaunch.plan.cost import StepTime, step_time
+from megalaunch.plan.cost import Stack, StepTime, step_time
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.search.filter import first_violated_batch_rule, first_violated_rule
@@ -75,11 +75,17 @@ def _unreported(done: int, total: int) -> None:
     """Do nothing: the default progress callback."""
 
 
-def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int], None] = _unreported) -> SearchResult:
+def search(
+    spec: RunSpec,
+    devices: int | None = None,
+    report: Callable[[int, int], None] = _unreported,
+    stack: Stack | None = None,
+) -> SearchResult:
     """Search the layouts of a resolved spec on `devices` devices (None: those of the spec).
 
     Args:
         report: called with (grids of degrees searched, number of grids).
+        stack: whose kernels the layouts run on; None: this engine's.
 
     Raises:
         SearchError: no layout can be predicted; the message has the reason.
@@ -95,11 +101,11 @@ def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int
         all_grids = list(grids(spec, world, per_node))
         for index, grid in enumerate(all_grids, 1):
             for node in _nodes(grid, dropped):
-                found, more = _within(node, limit, dropped)
+                found, more = _within(node, limit, dropped, stack)
                 ranked += found
                 leaner += more
             report(index, len(all_grids))
-        own, fault = _own(spec, limit)
+        own, fault = _own(spec, limit, stack)
     if own is not None and not any(_same(own.spec, found.spec) for found in ranked):
         ranked.append(own)
     ranked.sort(key=lambda found: (-found.speed, found.memory.total))
@@ -154,7 +160,7 @@ def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
                 dropped[reason] += 1
 
 
-def _within(node: RunSpec, limit: float, dropped: Counter[str]) -> tuple[list[Found], int]:
+def _within(node: RunSpec, limit: float, dropped: Counter[str], stack: Stack | None) -> tuple[list[Found], int]:
     """Search micro batches and recomputation: for each micro batch the least recomputation that fits."""
     found: list[Found] = []
     leaner = 0
@@ -175,7 +181,7 @@ def _within(node: RunSpec, limit: float, dropped: Counter[str]) -> tuple[list[Fo
         leaner += len(steps) - index - 1
         reason = first_violated_batch_rule(steps[index]) if index else None
         if reason is None:
-            found.append(Found(steps[index], memory, step_time(steps[index])))
+            found.append(Found(steps[index], memory, step_time(steps[index], stack)))
         else:
             dropped[reason] += 1
     return found, leaner
@@ -196,7 +202,7 @@ def _least_that_fits(steps: list[RunSpec], limit: float) -> tuple[int, Memory] |
     return len(steps) - 1, last
 
 
-def _own(spec: RunSpec, limit: float) -> tuple[Found | None, str]:
+def _own(spec: RunSpec, limit: float, stack: Stack | None) -> tuple[Found | None, str]:
     """Return the layout of the given spec, or why it cannot run."""
     broken = first_violated_rule(spec)
     if broken is not None:
@@ -204,7 +210,7 @@ def _own(spec: RunSpec, limit: float) -> tuple[Found | None, str]:
     memory = predict_memory(spec)
     if memory.total > limit:
         return None, f"it needs {memory.total / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-    return Found(spec, memory, step_time(spec)), ""
+    return Found(spec, memory, step_time(spec, stack)), ""
 
 
 def _same(spec: RunSpec, other: RunSpec) -> bool:

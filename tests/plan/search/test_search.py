@@ -14,7 +14,7 @@ from published_runs import DGXC
 from megalaunch.cli.plan.search import layout_text, search_json, search_text, validated
 from megalaunch.config.compose import Composition, compose
 from megalaunch.plan.check import check
-from megalaunch.plan.cost import step_time
+from megalaunch.plan.cost import MEGATRON, step_time
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.rules.suggestions import suggestions_disabled
@@ -55,7 +55,7 @@ def found_for(recipe: str) -> tuple[SearchResult, Composition]:
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_layouts_rank_in_the_top_tenth(name):
     spec, _ = resolved(*MEASURED[name])
-    result = search(spec)
+    result = search(spec, stack=MEGATRON)  # on which they were measured
     assert result.own is not None, result.own_fault
     place = result.place(result.own)
     assert place <= len(result.ranked) / 10, f"{place} of {len(result.ranked)} timed, {result.valid} valid"
@@ -71,7 +71,7 @@ def test_the_search_reports_progress():
 
 @pytest.mark.parametrize("run", [DGXC[3], DGXC[4], DGXC[6]], ids=lambda run: run.name)
 def test_other_measured_layouts_rank_in_the_top_tenth_too(run):
-    result = search(run.spec)
+    result = search(run.spec, stack=MEGATRON)
     assert result.own is not None, result.own_fault
     place = result.place(result.own)
     assert place <= result.valid / 10, f"{place} of {len(result.ranked)} timed, {result.valid} valid"

@@ -1,0 +1,130 @@
+"""Time of core attention by kernel: which one a stack takes for a layer, the pairs that it multiplies, and its rate.
+
+Fused kernels multiply visible pairs of queries and keys; a dense mask hides pairs only after they were multiplied. With
+context parallelism this engine computes the visible blocks of head-tail shards, each by a kernel of its own, and merges
+their outputs (engine/parallel/ring_attention.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megalaunch.plan.attention_backends import choose_kernel
+from megalaunch.plan.cost import constants as c
+from megalaunch.plan.cost.stacks import Stack
+from megalaunch.plan.layers import Layer
+from megalaunch.plan.topology import most_common_cp_comm_type
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """How the attention of a layer is computed.
+
+    Attributes:
+        rate: the rate of a fused kernel, of cuDNN's; None: scores are moved through memory.
+        block: queries and keys of one call, on which its rate depends.
+        all_pairs: masked pairs are multiplied too.
+        fp32: products are in fp32, whatever the compute dtype.
+        merges: blocks merged into the output of a query.
+    """
+
+    rate: float | None
+    block: float
+    all_pairs: bool = False
+    fp32: bool = False
+    merges: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One microbatch of a layer on one device: local tokens, tokens of a sample, local heads, and bytes of a value."""
+
+    tokens: float
+    sequence: int
+    heads: float
+    groups: float
+    element: int
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """FLOP/s of 16-bit (or fp32) tensor cores at their peak, of matmuls of the compute dtype and of fp32; bytes/s."""
+
+    peak: float
+    matmul: float
+    fp32: float
+    memory: float
+
+
+def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> AttentionKernel:
+    """Return the kernel that a stack takes for layers with this sliding window (None: full attention)."""
+    length, cp = spec.batch.sequence_length, spec.parallel.cp
+    whole = cp == 1 or most_common_cp_comm_type(spec.parallel) == "a2a"
+    backend = spec.model.attention_backend
+    if backend == "math":
+        return AttentionKernel(None, length, all_pairs=True)
+    # A full block of s queries and keys has the mean row of a causal one of 2 s: chunks of S / (2 cp) count twice.
+    # A query is in the causal block of its rank's keys, and in 3/4 of the full blocks with those of the others.
+    block, merges = (length, 0.0) if whole else (length / cp, 1 + 0.75 * (cp - 1))
+    if stack.attention != "engine":
+        rate = 1.0 if stack.attention == "cudnn" and backend in ("auto", "cudnn") else c.FLASH_RATE.value
+        rate *= c.FLEX_RATE.value if backend == "flex" else 1.0
+        return AttentionKernel(rate, block)
+    fused = AttentionKernel(c.FLASH_RATE.value, block, merges=merges)
+    if backend != "auto":
+        return replace(fused, rate=_named_rate(backend), all_pairs=backend == "efficient" and _masked(spec, window))
+    choice = choose_kernel(spec, window).kernel
+    if choice == "fp32_blocks":
+        return AttentionKernel(None, block, fp32=True)
+    if choice == "flash_blocks":
+        if window is None or window >= block:
+            return fused
+        return replace(fused, block=window, merges=merges + 2)  # a tile's queries see a causal and an anti-causal block
+    return replace(fused, all_pairs=choice == "dense_mask")
+
+
+def _named_rate(backend: str) -> float:
+    """Return the rate of a backend of `model.attention_backend`, of cuDNN's."""
+    if backend in ("cudnn", "te", "flash_attn"):
+        return 1.0
+    return c.FLASH_RATE.value * (c.FLEX_RATE.value if backend == "flex" else 1.0)
+
+
+def _masked(spec: RunSpec, window: int | None) -> bool:
+    return spec.data.reset_attention_mask or (window or spec.batch.sequence_length) < spec.batch.sequence_length
+
+
+def attention_seconds(
+    model: ModelSpec, kind: Layer, shape: AttentionShape, kernel: AttentionKernel, rates: AttentionRates
+) -> tuple[float, float]:
+    """Return the seconds of attention, forward and backward, counting causal scores within the window."""
+    query, value = head_widths(model)
+    seen = shape.sequence / 2
+    if kind.window is not None and kind.window < shape.sequence:
+        seen = kind.window * (1 - kind.window / (2 * shape.sequence))
+    pairs = shape.tokens * (shape.sequence if kernel.all_pairs else seen) * shape.heads
+    flops = 2 * pairs * (query + value)
+    if kernel.rate is None:
+        products = flops / (rates.fp32 if kernel.fp32 else rates.matmul)
+        forward = products + pairs * c.SCORE_TRAFFIC_FORWARD.value / rates.memory
+        return forward, c.BACKWARD.value * products + pairs * c.SCORE_TRAFFIC_BACKWARD.value / rates.memory
+    narrow = c.NARROW_HEADS.value if query <= 64 else 1.0
+    forward = c.ATTENTION_FORWARD.value * kernel.block / (kernel.block + c.ATTENTION_FORWARD_HALF.value) * narrow
+    backward = c.ATTENTION_BACKWARD.value * kernel.block / (kernel.block + c.ATTENTION_BACKWARD_HALF.value) * narrow
+    seconds = flops / (rates.peak * kernel.rate)
+    merged = kernel.merges * shape.tokens / rates.memory
+    keys = (query + value) * shape.groups
+    return (
+        seconds / forward + merged * value * shape.heads * c.MERGE_TRAFFIC_FORWARD.value,
+        c.ATTENTION_PRODUCTS.value * seconds / backward
+        + merged * (query * shape.heads + keys) * c.MERGE_TRAFFIC_BACKWARD.value,
+    )
+
+
+def head_widths(model: ModelSpec) -> tuple[float, float]:
+    """Return the widths of a query/key head and of a value head."""
+    if model.mla.kv_lora_rank:
+        return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
+    return model.head_dim or 0, model.head_dim or 0

@@ -1,0 +1,210 @@
+"""Whose kernels a time model describes: one profile for each training stack, of which this engine has two.
+
+A profile holds what differs between stacks: the efficiency of matmuls in whole training steps, the passes over memory
+of norms, RoPE, activations, casts and the loss, the kernel of attention, and what sharding and overlap cost.
+`engine_stack` selects this engine's by `train.compile`; the others are those of published runs, to which the model is
+held (docs/plan.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from megalaunch.plan.attention_backends import describe_backend
+from megalaunch.plan.cost.constants import Constant
+from megalaunch.schema import RunSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """The kernels of one training stack.
+
+    Attributes:
+        name: the stack, as tables show it.
+        meaning: its kernels, in one phrase.
+        attention: whose choice of an attention kernel: this engine's, or always cuDNN or flash attention.
+        matmul_16, matmul_8: efficiency of large matmuls within a training step, of the 16-bit and 8-bit peak.
+        norm_traffic: values moved per hidden value by the norms and residuals of a layer, both passes.
+        rotary_traffic: values moved per value with RoPE, both passes.
+        swiglu_traffic, gated_traffic, plain_traffic: values moved per inner value of SwiGLU, of other gated blocks and
+            of plain ones, both passes.
+        cast_traffic: bytes moved per value of inputs and gradients of fp8 matmuls: amax, scale, cast, transpose.
+        weight_cast_traffic: the same per weight and microbatch.
+        logit_traffic: bytes moved per logit by loss and gradient.
+        gather_copy, reduce_copy: bytes copied per parameter around an all-gather and around a reduce-scatter.
+        overlap_slowdown: compute slowdown by an overlapped collective, of its time.
+        tp_exposed: tensor-parallel communication exposed with tp_comm_overlap.
+        ring_gradients_hidden, ring_gradient_bytes: whether p2p context parallelism overlaps the send/recv of the
+            gradients of keys and values with attention, and their bytes per value.
+        selective_matmuls: share of a layer's matmuls that selective recomputation repeats, where it chooses by
+            operator; 0: those of the recomputed modules.
+        launches: operators that the host launches per layer, both passes.
+    """
+
+    name: str
+    meaning: str
+    attention: Literal["engine", "cudnn", "flash"]
+    matmul_16: Constant
+    matmul_8: Constant
+    norm_traffic: Constant
+    rotary_traffic: Constant
+    swiglu_traffic: Constant
+    gated_traffic: Constant
+    plain_traffic: Constant
+    cast_traffic: Constant
+    weight_cast_traffic: Constant
+    logit_traffic: Constant
+    gather_copy: Constant
+    reduce_copy: Constant
+    overlap_slowdown: Constant
+    tp_exposed: Constant
+    selective_matmuls: Constant
+    launches: Constant
+    ring_gradients_hidden: bool = True
+    ring_gradient_bytes: int = 2
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """The profile's constants, in their order."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(value for value in values if isinstance(value, Constant))
+
+    def with_value(self, name: str, value: float) -> Stack:
+        """Return the profile with another value of one constant."""
+        return replace(self, **{name: replace(getattr(self, name), value=value)})
+
+
+_MATMUL_16 = "efficiency of large matmuls, of the 16-bit peak"
+_MATMUL_8 = "efficiency of large matmuls, of the 8-bit peak"
+_NORM = "values moved per hidden value by norms and residuals, both passes of a layer"
+_ROTARY = "values moved per value with RoPE, both passes"
+_SWIGLU = "values moved per inner value of SwiGLU, both passes"
+_GATED = "values moved per inner value of another gated block, both passes"
+_PLAIN = "values moved per inner value of a plain block, both passes"
+_CAST = "bytes moved per value cast to 8 bits for the matmuls of a layer"
+_WEIGHT_CAST = "bytes moved per weight cast to 8 bits, each microbatch"
+_LOGIT = "bytes moved per logit by loss and gradient"
+_GATHER = "bytes copied per all-gathered parameter"
+_REDUCE = "bytes copied per reduce-scattered gradient"
+_SLOWDOWN = "compute slowdown by an overlapped collective, of its time"
+_TP = "tensor-parallel communication exposed with tp_comm_overlap"
+_SELECTIVE = "share of a layer's matmuls repeated by selective recomputation by operator"
+_LAUNCHES = "operators launched per layer, both passes"
+
+# MATMUL_16, MATMUL_8 and TP_EXPOSED are calibrated, by one row each (tests/plan/test_step_time_anchors.py).
+MEGATRON = Stack(
+    "Megatron",
+    "NVIDIA's Megatron-Core and Transformer Engine: fused kernels, cuDNN attention",
+    "cudnn",
+    matmul_16=Constant(
+        _MATMUL_16,
+        0.653,
+        "calibrated: Llama-3.1-70B bf16 on 64 H100 (dgxc); a single matmul reaches 0.80, before power limits (MAMF)",
+    ),
+    matmul_8=Constant(
+        _MATMUL_8,
+        0.615,
+        "calibrated: Llama-3.1-405B FP8 on 1024 H100 (Megatron-Bridge); a single matmul reaches 0.71 (MAMF)",
+    ),
+    norm_traffic=Constant(_NORM, 16.0, "fused kernels read and write each value once"),
+    rotary_traffic=Constant(_ROTARY, 4.0, "the same"),
+    swiglu_traffic=Constant(_SWIGLU, 8.0, "the same"),
+    gated_traffic=Constant(_GATED, 8.0, "the same"),
+    plain_traffic=Constant(_PLAIN, 5.0, "the same"),
+    cast_traffic=Constant(_CAST, 6.0, "assumed: fused amax, scale and transpose"),
+    weight_cast_traffic=Constant(_WEIGHT_CAST, 0.0, "once a step, with the update"),
+    logit_traffic=Constant(_LOGIT, 44.0, "18.2 ms, 8192 x 131072, H100 (Liger)"),
+    gather_copy=Constant(_GATHER, 0.0, "contiguous buffers"),
+    reduce_copy=Constant(_REDUCE, 0.0, "contiguous buffers"),
+    overlap_slowdown=Constant(_SLOWDOWN, 0.1, "assumed"),
+    tp_exposed=Constant(_TP, 0.37, "calibrated: Llama-3.1-405B bf16 on 512 H100 (dgxc)"),
+    selective_matmuls=Constant(_SELECTIVE, 0.0, "recomputes by module"),
+    launches=Constant(_LAUNCHES, 60.0, "assumed: fused kernels"),
+)
+
+# torch's own kernels; a compiler joins those between matmuls and attention. Norms: two, each 4 bytes a value forward at
+# 0.78 of the bandwidth and 6 backward at 0.37 (RMSNorm of torch.compile: 1.75 of H200's 4.8 TB/s), and two residuals,
+# of which the compiler saves passes. SwiGLU: 1.24 ms for 8192 x 16384 (Triton, Liger), 2.98 ms operator by operator.
+# Operator by operator in fp32 a norm moves 106 bytes a value and RoPE 44.
+PYTORCH_COMPILED = replace(
+    MEGATRON,
+    name="PyTorch, compiled",
+    meaning="torch.compile of each block, FSDP2, torch's flash attention",
+    attention="flash",
+    matmul_16=replace(MEGATRON.matmul_16, source="cuBLAS, as in the Megatron rows"),
+    matmul_8=replace(MEGATRON.matmul_8, source="cuBLAS, as in the Megatron rows"),
+    norm_traffic=Constant(_NORM, 22.6, "backward at 1.75 of 4.8 TB/s (torch.compile, H200)"),
+    swiglu_traffic=Constant(_SWIGLU, 12.0, "1.24 ms, 8192 x 16384, H100 (Triton, Liger)"),
+    gated_traffic=Constant(_GATED, 12.0, "as SwiGLU"),
+    cast_traffic=Constant(_CAST, 10.0, "amax, and cast to two layouts"),
+    weight_cast_traffic=Constant(_WEIGHT_CAST, 10.0, "the same"),
+    gather_copy=Constant(_GATHER, 4.0, "FSDP2 copies out of the gathered buffer: 2 read, 2 written"),
+    reduce_copy=Constant(_REDUCE, 6.0, "FSDP2 copies into the reduced buffer: 2 read, 4 written"),
+    overlap_slowdown=Constant(_SLOWDOWN, 0.24, "NCCL's 32 channels occupy 32 of 132 SMs"),
+    tp_exposed=replace(MEGATRON.tp_exposed, source="as in the Megatron rows"),
+    launches=Constant(_LAUNCHES, 60.0, "assumed"),
+)
+PYTORCH_EAGER = replace(
+    PYTORCH_COMPILED,
+    name="PyTorch, eager",
+    meaning="one kernel an operator, norms and RoPE in fp32, FSDP2, torch's flash attention",
+    norm_traffic=Constant(_NORM, 118.0, "counted: norms of 18 operators in fp32, residuals"),
+    rotary_traffic=Constant(_ROTARY, 22.0, "counted: complex product in fp32, casts"),
+    swiglu_traffic=Constant(_SWIGLU, 29.0, "2.98 ms, 8192 x 16384, H100 (operator by operator, Liger)"),
+    gated_traffic=Constant(_GATED, 29.0, "as SwiGLU"),
+    launches=Constant(_LAUNCHES, 150.0, "counted"),
+)
+# llmq: C++ and CUDA on one device; its loss overwrites 16-bit logits with their gradients, in one kernel.
+LLMQ = replace(
+    MEGATRON,
+    name="llmq",
+    meaning="C++ and CUDA on one device: fused kernels, cuDNN attention, 16-bit logits overwritten by their gradients",
+    logit_traffic=Constant(_LOGIT, 6.0, "read twice and written once in 16 bits"),
+)
+
+# engine/model: F.rms_norm and F.layer_norm are one kernel a pass, rope.py passes five times over queries and keys,
+# kernels/swiglu_triton.py is SwiGLU, kernels/float8_cast.py casts by nine operators (33 bytes), twice an operand.
+ENGINE_EAGER = replace(
+    PYTORCH_EAGER,
+    name="megalaunch, eager",
+    meaning="torch's kernels, one an operator; Triton SwiGLU; FSDP2",
+    attention="engine",
+    norm_traffic=Constant(_NORM, 28.6, "fused norms, backward at 0.37 of the bandwidth; residuals apart"),
+    rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
+    swiglu_traffic=Constant(_SWIGLU, 12.0, "kernels/swiglu_triton.py, as Liger's: 1.24 ms, 8192 x 16384, H100"),
+    cast_traffic=Constant(_CAST, 66.0, "nine operators, twice (kernels/float8_cast.py)"),
+    weight_cast_traffic=Constant(_WEIGHT_CAST, 66.0, "the same"),
+    launches=Constant(_LAUNCHES, 65.0, "counted in a simulated layer"),
+    ring_gradients_hidden=False,
+    ring_gradient_bytes=4,
+)
+ENGINE_COMPILED = replace(
+    PYTORCH_COMPILED,
+    name="megalaunch, compiled",
+    meaning="torch.compile of each block; FSDP2",
+    attention="engine",
+    ring_gradients_hidden=False,
+    ring_gradient_bytes=4,
+)
+
+
+def engine_stack(spec: RunSpec) -> Stack:
+    """Return the profile of this engine for a run: blocks compiled or eager."""
+    return ENGINE_COMPILED if spec.train.compile else ENGINE_EAGER
+
+
+def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]:
+    """Return which kernels a plan assumes, as (part of the step, kernels)."""
+    chunks, compute = spec.train.loss_chunks, spec.precision.compute_dtype
+    rows = [
+        ("blocks", stack.meaning),
+        ("attention", describe_backend(spec)),
+        ("head and loss", "whole logits in fp32" if chunks == 1 else f"logits of one of {chunks} chunks, in fp32"),
+    ]
+    if compute == "fp32":
+        rows.append(("matmuls", "fp32 on TF32 tensor cores" if spec.precision.tf32 else "fp32, no tensor cores"))
+    if compute == "fp8":
+        casts = "compiled" if spec.train.compile else "operator by operator: much slower than compiled"
+        rows.append(("casts to fp8", casts))
+    return tuple(rows)
