@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megalaunch.kernels.forms import kernel_forms, on_cpu
 from megalaunch.kernels.matmul import use_fp32_matmul
 from megalaunch.kernels.overridable import overridable
-from megalaunch.kernels.overrides import kernel_overrides, on_cpu
 
 FusedBackend = Literal["flash", "cudnn", "efficient"]
 """A fused kernel of torch's operator."""
@@ -43,9 +43,9 @@ def causal_sdpa(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | N
 
     A single query attends to all keys, of which there may then be more. `scale` None: 1 / sqrt(D).
     """
-    override = kernel_overrides().attention
-    if override is not None:
-        return override(q_BNSD, k_BGSD, v_BGSD, None)
+    form = kernel_forms().attention
+    if form is not None:
+        return form(q_BNSD, k_BGSD, v_BGSD, None)
     if blocks_are_faster(q_BNSD):
         return causal_sdpa_cpu(q_BNSD, k_BGSD, v_BGSD, q_BNSD.shape[-1] ** -0.5 if scale is None else scale)
     return causal_sdpa_reference(q_BNSD, k_BGSD, v_BGSD, scale)
@@ -64,11 +64,17 @@ def causal_sdpa_reference(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale:
     return _sdpa(q_BNSD, k_BGSD, v_BGSD, None, scale, causal=q_BNSD.shape[2] > 1)
 
 
+@overridable
 def masked_sdpa(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Return softmax(scale q k^T) v over the keys that the mask [..., S, T] allows: torch's operator, [B, N, S, D]."""
-    override = kernel_overrides().attention
-    if override is not None:
-        return override(q_BNSD, k_BGTD, v_BGTD, mask)
+    form = kernel_forms().attention
+    if form is not None:
+        return form(q_BNSD, k_BGTD, v_BGTD, mask)
+    return masked_sdpa_reference(q_BNSD, k_BGTD, v_BGTD, mask, scale)
+
+
+def masked_sdpa_reference(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Compute attention over the keys of a mask by torch's operator."""
     return _sdpa(q_BNSD, k_BGTD, v_BGTD, mask, scale)
 
 
@@ -85,9 +91,9 @@ def sdpa_by(
     Raises:
         RuntimeError: The kernel does not compute these inputs; torch's warnings say why.
     """
-    override = kernel_overrides().attention
-    if override is not None:
-        return override(q_BNSD, k_BGTD, v_BGTD, mask)
+    form = kernel_forms().attention
+    if form is not None:
+        return form(q_BNSD, k_BGTD, v_BGTD, mask)
     if backend == "efficient" and q_BNSD.shape[1] != k_BGTD.shape[1]:
         heads = q_BNSD.shape[1] // k_BGTD.shape[1]
         k_BGTD, v_BGTD = (x.repeat_interleave(heads, dim=1) for x in (k_BGTD, v_BGTD))

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.forms import on_cpu
 from megalaunch.kernels.overridable import overridable
-from megalaunch.kernels.overrides import on_cpu
 
 
 @overridable

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalaunch.kernels.overrides import BlockKernel
+from megalaunch.kernels.forms import BlockKernel
 
 # Flash attention with its log-sum-exp, by which blocks of keys are merged. `F.scaled_dot_product_attention` does not
 # return it, and torch's own ring attention takes no documents and no windows.

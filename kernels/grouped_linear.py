@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.forms import kernel_forms
 from megalaunch.kernels.matmul import needs_grad, use_fp32_matmul
-from megalaunch.kernels.overrides import kernel_overrides
+from megalaunch.kernels.overridable import overridable
 
 _ALIGNMENT = 16  # bytes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@overridable
 def grouped_linear(x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor, bias_EF: Tensor | None = None) -> Tensor:
     """Return x W_e^T + b_e for the expert e of each row, [R, H] -> [R, F]. Differentiable.
 
@@ -64,8 +66,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _rows_times_matrices(x_RK: Tensor, matrices_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply the rows of each expert by its matrix, [R, K] x [E, K, N] -> [R, N]."""
-    if (override := kernel_overrides().grouped_matmul) is not None:
-        return override(x_RK, matrices_EKN, offsets_E)
+    if (form := kernel_forms().grouped_matmul) is not None:
+        return form(x_RK, matrices_EKN, offsets_E)
     if not _is_aligned(x_RK.dtype, *matrices_EKN.shape[1:]) or x_RK.shape[0] == 0:
         return _loop(x_RK, matrices_EKN, offsets_E)
     if use_fp32_matmul(x_RK):
@@ -75,8 +77,8 @@ def _rows_times_matrices(x_RK: Tensor, matrices_EKN: Tensor, offsets_E: Tensor) 
 
 def _columns_times_rows(dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply dy_e^T x_e for the rows of each expert -> [E, F, H]."""
-    if (override := kernel_overrides().grouped_matmul) is not None:
-        return override(dy_RF.T, x_RH, offsets_E)
+    if (form := kernel_forms().grouped_matmul) is not None:
+        return form(dy_RF.T, x_RH, offsets_E)
     if not _is_aligned(x_RH.dtype, dy_RF.shape[1], x_RH.shape[1]) or x_RH.shape[0] == 0:
         pieces = zip(_split(dy_RF, offsets_E), _split(x_RH, offsets_E), strict=True)
         return torch.stack([dy.T @ x for dy, x in pieces])

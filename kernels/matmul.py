@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.overrides import on_cpu
+from megalaunch.kernels.forms import on_cpu
 from megalaunch.platform.detect import cpu_bf16_unit
 
 _unit = cache(cpu_bf16_unit)

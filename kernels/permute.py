@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.overrides import RowKernels, kernel_overrides, uses_triton
+from megalaunch.kernels.forms import RowKernels, kernel_forms, uses_triton
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class _Unpermute(torch.autograd.Function):
 
 def _kernels(x: Tensor) -> RowKernels:
     """Return the form for the device of `x`."""
-    override = kernel_overrides().row_kernels
-    if override is not None:
-        return override
+    form = kernel_forms().row_kernels
+    if form is not None:
+        return form
     return triton_kernels() if uses_triton(x) else REFERENCE
 
 

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.forms import kernel_forms
 from megalaunch.kernels.overridable import overridable
-from megalaunch.kernels.overrides import kernel_overrides
 
 
 @overridable
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / rms(x) * weight, [..., H] -> [..., H] in the dtype of x, by the fastest form for the device."""
-    override = kernel_overrides().rms_norm
-    if override is not None:
-        return override(x, weight, epsilon)
+    form = kernel_forms().rms_norm
+    if form is not None:
+        return form(x, weight, epsilon)
     if x.is_cpu and not torch.compiler.is_compiling():
         return rms_norm_row(x, weight, epsilon) if _is_decoded_row(x) else rms_norm_cpu(x, weight, epsilon)
     return rms_norm_reference(x, weight, epsilon)

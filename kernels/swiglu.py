@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.forms import kernel_forms, uses_triton
 from megalaunch.kernels.overridable import overridable
-from megalaunch.kernels.overrides import kernel_overrides, uses_triton
 
 
 @overridable
@@ -25,9 +25,9 @@ def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
         up: The values that are gated.
         overwrite_up: Nothing reads `up` after the backward pass, which may overwrite it in fp32.
     """
-    override = kernel_overrides().swiglu
-    if override is not None:
-        return override(gate, up)
+    form = kernel_forms().swiglu
+    if form is not None:
+        return form(gate, up)
     if uses_triton(gate):
         return swiglu_fused(gate, up)
     if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalaunch.kernels.overrides import on_cpu
+from megalaunch.kernels.forms import on_cpu
 
 _ROW = 256  # numbers that are summed in fp32 on a CPU
 

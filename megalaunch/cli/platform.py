@@ -57,5 +57,5 @@ def check(
 
 
 def _row(one: OperatorCheck) -> tuple[str, ...]:
-    errors = (f"{one.forward:.1e}", f"{one.backward:.1e}", f"{one.limit:g}")
+    errors = (f"{one.forward:.1e}", "-" if one.backward is None else f"{one.backward:.1e}", f"{one.limit:g}")
     return one.operator, one.implementation, one.dtype, *errors, one.problem or ("ok" if one.passed else "wrong")

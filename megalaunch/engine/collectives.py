@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.torch_private import FUNCTIONAL_COLLECTIVES
-from megalaunch.kernels.overrides import on_cpu
+from megalaunch.kernels.forms import on_cpu
 
 _OPS = FUNCTIONAL_COLLECTIVES
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.cluster import found_cluster
 from megalaunch.plan.findings import Finding, as_override, sort_findings
+from megalaunch.plan.overrides import override_findings
 from megalaunch.plan.resolve import OPEN_VALUES, derive
 from megalaunch.plan.rules.registry import RULES, Fix, Purpose, RuleContext, Violation
 from megalaunch.plan.rules.suggestions import suggestions_disabled
@@ -70,7 +71,7 @@ def check(
         origin = origins.get(path) if origins else None
         where = origin.where if origin and origin.kind != "default" else ""
         findings.append(Finding(rule_id, item.severity, path, item.message, item.numbers, fixes, where))
-    return sort_findings(findings)
+    return sort_findings([*findings, *override_findings(spec)])
 
 
 def _run_rules(at: RuleContext) -> list[tuple[_Key, Violation]]:

@@ -41,6 +41,10 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Open values are derived from the others, each with a note.",
             "A value is open if it is null or auto; the note has the derived value and the reason.",
         ),
+        "platform.overrides": (
+            "The overrides of installed packages can be used on the run's platform.",
+            "Each is a note. A broken one is an error: nothing else may run in its place.",
+        ),
         "platform.this_machine": (
             "This machine can be a node of the run.",
             "The launcher checks the chip and the number of devices right before it starts workers.",

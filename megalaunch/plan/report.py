@@ -11,6 +11,7 @@ from typing import Any
 from megalaunch.format.table import table_lines
 from megalaunch.plan.batch import get_rampup, tokens_per_step, tokens_requested
 from megalaunch.plan.findings import Finding, Severity, as_json, as_override, has_errors
+from megalaunch.plan.overrides import overrides_row
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, SpecProblem
@@ -62,6 +63,7 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
         ("batch", _batch(spec, topology)),
         ("length", _length(spec, train_tokens)),
         ("data", _data(spec)),
+        *overrides_row(spec),
         ("run", str(spec.run.directory)),
     ]
     return "\n".join(table_lines(rows))

@@ -28,7 +28,7 @@ def implementations(device: str) -> Iterator[Implementation]:
         OverrideError: Overrides cannot be loaded, or contradict each other.
     """
     for row in active_overrides(device).values():
-        yield Implementation(f"{row.target}, overridden", row.implementation)
+        yield Implementation(f"{row.target}, overridden", str(row))
     if device == "cpu":
         yield Implementation(
             "causal attention",

@@ -12,7 +12,7 @@ EventName = Literal[
     "launch",  # launcher: overrides, workers, command
     "phase",  # worker rank 0: phase, elapsed_seconds
     "attention",  # worker rank 0: backend (model.attention_backend), kernel (the one that it means here, and why)
-    "override",  # worker rank 0, one an override of another package: operator, implementation
+    "override",  # worker rank 0, one an override of another package: operator, implementation, vendor
     "resumed",  # worker rank 0: step, checkpoint
     "metrics_cut",  # worker rank 0: after_step, lines, last_step
     "metrics_gap",  # worker rank 0: until_step, missing, first, last (steps without a line)

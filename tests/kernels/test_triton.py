@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megalaunch.kernels.overrides import KernelOverrides, override_kernels
+from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 from megalaunch.kernels.permute import (
     REFERENCE,
     keep_rows,
@@ -87,7 +87,7 @@ def permute_case(
     for kernels in (triton_kernels(), REFERENCE):
         wide = torch.Tensor.double if kernels is REFERENCE else torch.Tensor.detach
         leaves = [wide(value).clone(memory_format=torch.preserve_format).requires_grad_() for value in (x, weights)]
-        with override_kernels(KernelOverrides(row_kernels=kernels)):
+        with use_kernel_forms(KernelForms(row_kernels=kernels)):
             out = both_ways(*leaves)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, wide(upstream))])
     compare(*results, dtype)

@@ -111,7 +111,7 @@ ENGINE_FLOORS = (
     ("parallel.parallelize",),
     ("checkpoint",),
     ("optimizer",),
-    ("train", "inference"),
+    ("train", "inference", "operator_cases"),
     ("run_rank", "simulate", "operator_check", "inference.perplexity"),
     ("inference.jobs", "lm_eval_adapter"),
     ("train_rank", "inference_rank", "library"),

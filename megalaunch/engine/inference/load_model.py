@@ -26,6 +26,7 @@ from megalaunch.engine.platform.registry import best_device, platform_of
 from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_DECODER_ONLY
 from megalaunch.importers.huggingface.registry import get_text_config, multimodal_family
+from megalaunch.kernels.overridable import build_for
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.model import ModelSpec
@@ -145,7 +146,7 @@ def load_weights(source: ModelSource, device: torch.device | None = None) -> Lan
 
 def _decoder_from_folder(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Decoder:
     weights = HuggingFaceWeights(HuggingFaceFolder(source.checkpoint))
-    with torch.device("meta"):
+    with torch.device("meta"), build_for(device):
         decoder = build_decoder(source.spec.model)
     kept = dict(decoder.named_buffers())  # fp32: they balance experts in small steps
     placed = {
@@ -211,7 +212,7 @@ def _inference_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
 
 
 def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    with torch.device("meta"):
+    with torch.device("meta"), build_for(device):
         wide = spec.precision.residual_dtype == "fp32" and dtype != torch.float32
         decoder = build_decoder(spec.model, block_dtype=dtype if wide else None)
     shapes = {name: tensor.shape for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}

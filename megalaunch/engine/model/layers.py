@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megalaunch.engine.model.config import NormConfig
 from megalaunch.engine.model.tp_region import TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
+from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.rms_norm import rms_norm
 
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
@@ -61,6 +62,7 @@ class Embedding(nn.Module):
         return x_BsH + nn.functional.embedding(tp_region.scatter_to_sp(positions), local_param(self.positions))
 
 
+@overridable
 class Norm(nn.Module):
     """RMSNorm: x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016)."""
 
@@ -75,6 +77,7 @@ class Norm(nn.Module):
         """Normalise [..., size] -> [..., size] in the weight's dtype; statistics are fp32 whatever the dtype of x."""
         return self.save_policy(self.normalize, x)
 
+    @overridable
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise, as a function that the save policy may call again."""
         weight, epsilon = local_param(self.weight), self.config.epsilon

@@ -12,6 +12,7 @@ from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
+from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.swiglu import swiglu
 from megalaunch.schema.model import GATED, Activation
 
@@ -64,6 +65,7 @@ def apply_activation(config: MLPConfig, entered: Sequence[Tensor], *, overwrite_
     return apply_gated_activation(config.activation, gate, up, overwrite_up=overwrite_up)
 
 
+@overridable
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
@@ -103,6 +105,7 @@ class MLP(nn.Module):
         """Apply the second half of the block."""
         return self.tp_region.row_parallel_linear(activated, self.down_proj)
 
+    @overridable
     def activation(self, *entered: Tensor) -> Tensor:
         """Apply the activation to up, or to gate and up."""
         return apply_activation(self.config, entered, overwrite_up=not self.recompute_activation)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import RopeConfig
+from megalaunch.kernels.overridable import overridable
 from megalaunch.plan.attention_factor import attention_factor
 
 
@@ -54,6 +55,7 @@ def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: 
     return RopeCache(cos, sin, _rotation_matrix(cos, sin) if one_token else None)
 
 
+@overridable
 def apply_rope(x_BNSD: Tensor, rotation: RopeCache) -> Tensor:
     """Rotate the pairs (i, i + R/2) of each head's first R features by their position's angle."""
     cos, sin, matrix = rotation

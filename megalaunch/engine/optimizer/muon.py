@@ -25,6 +25,7 @@ from torch import Tensor
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.optimizer.sharded_matrix import ShardedMatrix, gather_matrices, list_matrices, scatter_matrices
 from megalaunch.engine.optimizer.update_rules import Update, decay_weights
+from megalaunch.kernels.overridable import overridable
 from megalaunch.schema.optimizer import OptimizerSpec
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -83,6 +84,7 @@ class Muon:
         return self._spec.muon_extra_scale_factor * math.sqrt(squares[self._spec.muon_scale_mode])
 
 
+@overridable
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Return about U V^T of a matrix U S V^T, by a Newton-Schulz iteration in the matrix's dtype.
 

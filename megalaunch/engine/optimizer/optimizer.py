@@ -15,6 +15,7 @@ from megalaunch.engine.optimizer.host_memory import HostCopies, PinnedHostCopies
 from megalaunch.engine.optimizer.muon import Muon
 from megalaunch.engine.optimizer.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.engine.precision.policy import compute_dtype, moment_dtype
+from megalaunch.kernels.overridable import build_for
 from megalaunch.schema.optimizer import OptimizerSpec
 from megalaunch.schema.precision import PrecisionSpec
 
@@ -45,7 +46,8 @@ class Optimizer:
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
         self._state_dtype = moment_dtype(precision)
-        self._groups = _groups(self._parameters, spec, precision)
+        with build_for(self.parameters[0].device):
+            self._groups = _groups(self._parameters, spec, precision)
         self._rules = {name: group.rule for group in self._groups for name in group.names}
         self._offloaded = choose_offloaded(self._parameters, spec.optimizer_offload_fraction)
         if host is None and self._offloaded:

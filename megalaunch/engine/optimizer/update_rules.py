@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megalaunch.engine.dtensor import to_local_no_grad
+from megalaunch.kernels.overridable import overridable
 from megalaunch.plan.memory.model_states import UPDATE_PIECE
 from megalaunch.schema.optimizer import OptimizerSpec
 
@@ -94,6 +95,7 @@ class UpdateRule(Protocol):
         """Update parameters and states; gradients may be overwritten."""
 
 
+@overridable
 class AdamW:
     """Torch's fused AdamW on local shards.
 

@@ -40,6 +40,7 @@ from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, main_params_dtype, mixed_precision_policy
+from megalaunch.kernels.overridable import build_for
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
@@ -107,7 +108,7 @@ def parallelize_decoder(
     for stage in build_stages(spec):
         if stage.rank != mesh.pp.rank:
             continue
-        with torch.device("meta"):
+        with torch.device("meta"), build_for(mesh.device):
             part = build_decoder(spec.model, tp_region, context, dtype, dispatcher, balancing, modules)
         prune_to_stage(part, stage)
         _set_dtype(part, main_params_dtype(spec.precision))

@@ -38,7 +38,7 @@ from megalaunch.engine.simulate.step import (
 )
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
-from megalaunch.kernels.overrides import override_kernels
+from megalaunch.kernels.forms import use_kernel_forms
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.stages import build_stages
@@ -81,7 +81,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     phases = PhaseTracker()
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
-        world.enter_context(override_kernels(GPU_KERNELS if on_gpu else CPU_KERNELS))
+        world.enter_context(use_kernel_forms(GPU_KERNELS if on_gpu else CPU_KERNELS))
         parameters, computed, result = _steps(spec, mesh, phases, on_gpu, world)
         names = GroupNames(topology, rank)
         collectives = tuple(

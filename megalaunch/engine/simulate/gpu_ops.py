@@ -1,7 +1,7 @@
 """Emulate on fake CPU tensors the operators that need values, or behave differently on a GPU.
 
 torch cannot place tensors, not even fake ones, on a device that it was built without. So kernels are told that they are
-not on a CPU (`kernels/overrides.py`), and operators that have a fused kernel only on GPUs are overridden by functions
+not on a CPU (`kernels/forms.py`), and operators that have a fused kernel only on GPUs are overridden by functions
 that allocate and save for backward the same tensors as that kernel.
 """
 
@@ -17,7 +17,7 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
-from megalaunch.kernels.overrides import BlockKernel, KernelOverrides, RowKernels
+from megalaunch.kernels.forms import BlockKernel, KernelForms, RowKernels
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
@@ -175,8 +175,8 @@ def _weigh_rows(
     return torch.empty_like(y_RH), torch.empty_like(weights_Tk)
 
 
-CPU_KERNELS = KernelOverrides(grouped_matmul=_grouped_matmul)
-"""The operators of a simulated CPU, for `override_kernels`."""
+CPU_KERNELS = KernelForms(grouped_matmul=_grouped_matmul)
+"""The operators of a simulated CPU, for `use_kernel_forms`."""
 GPU_KERNELS = replace(
     CPU_KERNELS,
     on_cpu=False,

@@ -19,6 +19,7 @@ from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
+from megalaunch.kernels.overridable import overridable
 
 
 class LayerKVCache(Protocol):
@@ -49,6 +50,7 @@ class SelfAttention(nn.Module):
         self.core_save_policy: SavePolicy = save_activations
         self.sinks: nn.Parameter | None = None
 
+    @overridable
     def core_attention(
         self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, seeds_BN: Tensor | None = None
     ) -> Tensor:
@@ -61,6 +63,7 @@ class SelfAttention(nn.Module):
         return ScoreMod(self.config.softmax_scale, self.config.soft_cap, sinks, seeds_BN, self.config.dropout)
 
 
+@overridable
 class Attention(SelfAttention):
     """Causal grouped-query attention: each of the G key/value heads serves N / G query heads."""
 

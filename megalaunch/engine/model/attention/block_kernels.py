@@ -26,8 +26,8 @@ from megalaunch.engine.model.attention.online_softmax import (
 )
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.kernels.flash_attention import FLASH_KERNELS
+from megalaunch.kernels.forms import BlockKernel, kernel_forms, on_cpu
 from megalaunch.kernels.matmul import use_fp32_matmul
-from megalaunch.kernels.overrides import BlockKernel, kernel_overrides, on_cpu
 
 _TOKENS = 2  # the dim of tokens in [B, N, S, D]
 _ALIGNMENT = 8  # CUDA kernels take head dims that it divides
@@ -53,9 +53,9 @@ def fused_kernel(q: Tensor, width: int, scoring: ScoreMod, backend: BlockBackend
 def _flash_kernel(q: Tensor, width: int, scoring: ScoreMod) -> BlockKernel | None:
     if scoring.modifies_scores:
         return None
-    override = kernel_overrides().block_attention
-    if override is not None:
-        return override
+    form = kernel_forms().block_attention
+    if form is not None:
+        return form
     kernel = FLASH_KERNELS.get(q.device.type)
     return kernel if kernel is not None and kernel.supports(q, max(width, q.shape[-1])) else None
 

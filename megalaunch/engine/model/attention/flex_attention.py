@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from megalaunch.engine.model.attention.block_mask import Runs, positions_of
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod, softcap
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
-from megalaunch.kernels.overrides import kernel_overrides
+from megalaunch.kernels.forms import kernel_forms
 
 
 def flex_attention_by_position(
@@ -36,9 +36,9 @@ def flex_attention_by_position(
     made: list[BlockMask] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        override = kernel_overrides().attention
-        if override is not None:
-            return override(q, k, v, None)
+        form = kernel_forms().attention
+        if form is not None:
+            return form(q, k, v, None)
         if scoring.dropout_seeds is not None:
             raise ValueError("attention_backend=flex computes no attention dropout: use auto")
         if documents_BT is None:

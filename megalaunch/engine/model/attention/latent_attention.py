@@ -34,8 +34,10 @@ from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ROW_PARALLEL
+from megalaunch.kernels.overridable import overridable
 
 
+@overridable
 class LatentAttention(SelfAttention):
     """Causal multi-head latent attention."""
 

@@ -13,6 +13,7 @@ from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.mlp import apply_activation
 from megalaunch.engine.param_layout import EXPERT_COLUMN, EXPERT_ROW, EXPERT_ROW_BIAS, ParamLayout, local_param
 from megalaunch.kernels.grouped_linear import grouped_linear
+from megalaunch.kernels.overridable import overridable
 from megalaunch.schema.model import GATED
 
 
@@ -34,6 +35,7 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x_RH, local_param(self.weight), offsets_E, bias)
 
 
+@overridable
 class Experts(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x))), with the weights of each row's expert."""
 
@@ -56,6 +58,7 @@ class Experts(nn.Module):
         activated_RF = self.activation_save_policy(self.activation, *(entry(x_RH, offsets_E) for entry in entries))
         return self.down_proj(activated_RF, offsets_E)
 
+    @overridable
     def activation(self, *entered: Tensor) -> Tensor:
         """Apply the activation to up, or to gate and up."""
         return apply_activation(self.config, entered, overwrite_up=not self.recompute_activation)

@@ -24,10 +24,12 @@ from megalaunch.engine.model.moe.routing import (
 )
 from megalaunch.engine.model.moe.sinkhorn import sinkhorn
 from megalaunch.engine.param_layout import REPLICATED, local_param
+from megalaunch.kernels.overridable import overridable
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
+@overridable
 class Router(nn.Module):
     """The router: a linear layer, computed in `moe.router_dtype`. Replicated: each rank routes its own tokens.
 

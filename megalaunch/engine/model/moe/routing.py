@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overridable import overridable
 from megalaunch.schema.moe import ScoreFunction
 
 _EPSILON = 1e-20  # of normalized sigmoid scores, as in DeepSeek-V3 and Megatron-LM
@@ -51,6 +52,7 @@ class Routing:
         return (self.expert_ids_Tk == num_experts).sum()
 
 
+@overridable
 def score_experts(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
     """Return the scores of all experts: the softmax over experts, or a function of each logit.
 
@@ -61,6 +63,7 @@ def score_experts(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
     return logits_TE.sigmoid() if function == "sigmoid" else F.softplus(logits_TE).sqrt()
 
 
+@overridable
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
     """Return the indices [T, k] of the largest scores; of equal scores the expert with the lower index wins.
 

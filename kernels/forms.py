@@ -1,6 +1,7 @@
-"""Forms of operators that replace the device's own within a context, as a simulation of another device needs.
+"""Forms of operators that a context prescribes in place of the device's own: for a simulation of another device.
 
-The dispatch of a kernel asks for them first. They are set through a context variable, not by an argument: the backward
+They are no overrides of a vendor (overridable.py), which a context with forms does not use. The dispatch of a kernel
+asks for them first. They are set through a context variable, not by an argument: the backward
 pass and the recomputation of activations call kernels too.
 """
 
@@ -49,7 +50,7 @@ class BlockKernel:
 
 
 @dataclass(frozen=True)
-class KernelOverrides:
+class KernelForms:
     """Forms to use in place of those that the dispatch selects; None: what the dispatch selects.
 
     Attributes:
@@ -72,23 +73,23 @@ class KernelOverrides:
     row_kernels: RowKernels | None = None
 
 
-_NONE = KernelOverrides()
-_current: ContextVar[KernelOverrides] = ContextVar("kernel_overrides", default=_NONE)
+_NONE = KernelForms()
+_current: ContextVar[KernelForms] = ContextVar("kernel_forms", default=_NONE)
 
 
-def kernel_overrides() -> KernelOverrides:
-    """Return the overrides of the current context; none in a graph of torch.compile, which cannot trace the lookup."""
+def kernel_forms() -> KernelForms:
+    """Return the forms of the current context; none in a graph of torch.compile, which cannot trace the lookup."""
     return _NONE if torch.compiler.is_compiling() else _current.get()
 
 
-def simulates() -> bool:
-    """Return whether a simulation replaces operators in this context."""
-    return kernel_overrides() is not _NONE
+def prescribes_forms() -> bool:
+    """Return whether this context prescribes forms."""
+    return kernel_forms() is not _NONE
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Return whether to use the forms for a CPU: by the device of `x`, unless an override says otherwise."""
-    forced = kernel_overrides().on_cpu
+    """Return whether to use the forms for a CPU: by the device of `x`, unless the context says otherwise."""
+    forced = kernel_forms().on_cpu
     return x.is_cpu if forced is None else forced
 
 
@@ -103,9 +104,9 @@ def _has_triton() -> bool:
 
 
 @contextmanager
-def override_kernels(overrides: KernelOverrides) -> Iterator[None]:
-    """Use the overrides within the context."""
-    token = _current.set(overrides)
+def use_kernel_forms(forms: KernelForms) -> Iterator[None]:
+    """Use the forms within the context."""
+    token = _current.set(forms)
     try:
         yield
     finally:
