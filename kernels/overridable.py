@@ -143,10 +143,11 @@ def reference(target: str) -> Callable[..., Any]:
     """Return the function, method or class itself, which no override replaces."""
     names = target.split(".")
     split = -2 if OVERRIDABLE[target] == "method" else -1
-    found = importlib.import_module(".".join(["megalaunch", *names[:split]]))
+    found: Any = importlib.import_module(".".join(["megalaunch", *names[:split]]))
     for name in names[split:]:
         found = getattr(found, name)
-    return found if isinstance(found, type) else inspect.unwrap(cast("Callable[..., Any]", found))
+    original: Callable[..., Any] = found if isinstance(found, type) else inspect.unwrap(found)
+    return original
 
 
 def _parameters(target: Callable[..., Any]) -> list[str]:

@@ -164,27 +164,56 @@ def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
 
 
 def _platform_problem(machine: Machine) -> list[dict[str, str]]:
-    """Return the problem of the platform that the environment asks for."""
+    """Return the problem of the platform that the environment asks for, or of another package's platform."""
+    from megalaunch.platform.plugins import PlatformError, plugins
+
     if machine.problem is None:
         return []
-    return [{"problem": machine.problem, "needed_for": "training on that platform", "fix": "install it, or unset it"}]
+    try:
+        plugins()
+    except PlatformError:
+        fix, needed = "repair or uninstall that package", "every command that looks for devices"
+    else:
+        fix, needed = "install it, or unset it", "training on that platform"
+    return [{"problem": machine.problem, "needed_for": needed, "fix": fix}]
 
 
 def _device_problems(machine: Machine, packages: list[PackageState]) -> list[dict[str, str]]:
-    """Return a problem if the installed torch does not detect the GPUs of this machine."""
+    """Return a problem if the installed torch does not find the devices of this machine."""
     torch = next((state for state in packages if state.package.name == "torch"), None)
-    if torch is None or torch.problem is not None or machine.devices == 0 or torch.output == str(machine.devices):
+    if torch is None or torch.problem is not None or machine.devices == 0:
         return []
-    cpu_build = (torch.version or "").endswith("+cpu")
+    found, with_package = _devices_of_torch(machine, torch)
+    if found == str(machine.devices):
+        return []
     return [
         {
-            "problem": f"torch {torch.version} sees {torch.output or 'no'} of {machine.devices} {machine.chip.name}",
-            "needed_for": "training on GPUs",
-            "fix": "install torch's CUDA build in place of its CPU build"
-            if cpu_build
-            else "compare the driver's CUDA version (nvidia-smi) with torch's build",
+            "problem": f"torch {torch.version}{with_package} sees {found or 'no'} of {machine.devices} "
+            f"{machine.chip.name}",
+            "needed_for": "training on them",
+            "fix": _device_fix(torch.version or "", with_package),
         }
     ]
+
+
+def _devices_of_torch(machine: Machine, torch: PackageState) -> tuple[str, str]:
+    """Return how many devices torch finds ("": it cannot say), and " with PACKAGE" if one adds them."""
+    from megalaunch.platform.plugins import find_platform
+    from megalaunch.platform.selection import count_devices_of_torch
+
+    facts = find_platform(machine.chip.device)
+    if facts is None or facts.package is None:
+        return torch.output, ""  # the check of torch counted them
+    count = count_devices_of_torch(facts.package, facts.device)
+    return "" if count is None else str(count), f" with {facts.package}"
+
+
+def _device_fix(version: str, with_package: str) -> str:
+    if with_package:
+        return f"install the {with_package.removeprefix(' with ')} that was built for torch {version} and the driver"
+    if version.endswith("+cpu"):
+        return "install torch's CUDA build in place of its CPU build"
+    return "compare the driver's CUDA version (nvidia-smi) with torch's build"
 
 
 def report_text(report: dict[str, Any]) -> str:

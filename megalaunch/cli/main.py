@@ -34,4 +34,17 @@ def main() -> None:
         gc.disable()
     from megalaunch.cli.app import app
 
-    app(prog_name="megalaunch")
+    try:
+        app(prog_name="megalaunch")
+    except Exception as error:
+        _end_with_platform_error(error)
+        raise
+
+
+def _end_with_platform_error(error: Exception) -> None:
+    """End the command if a platform or override of another package is broken: any command may look at it."""
+    from megalaunch.platform.plugins import PlatformError
+
+    if isinstance(error, PlatformError):
+        print(f"error: {error}\nfix:  repair or uninstall that package", file=sys.stderr)
+        sys.exit(2)

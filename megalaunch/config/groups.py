@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from megalaunch.config.interpolation import interpolation_problem
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
 from megalaunch.config.parallel_names import ParallelNameError, is_layout_name, layout_values
+from megalaunch.config.platform_options import chips_by_option
 from megalaunch.config.unknown_names import unknown_key, unknown_option
+from megalaunch.platform.plugins import PlatformError
 from megalaunch.schema import RunSpec, SpecError, SpecProblem
 from megalaunch.schema.build import check_leaves
 from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
@@ -48,10 +51,13 @@ def option_folders(further: Sequence[Path] = ()) -> list[Path]:
 
 
 def option_names(group: str, further: Sequence[Path] = ()) -> list[str]:
-    """Return the options of a config group that have a file, sorted; none for an invalid name."""
+    """Return the options of a config group, sorted; none for an invalid name. Layouts are too many to list."""
     if not _GROUP_NAME.fullmatch(group):
         return []
     found = {path.stem for folder in option_folders(further) for path in (folder / group).glob("*.yaml")}
+    if group == "platform":
+        with suppress(PlatformError):  # whoever uses such an option is told the reason
+            found |= set(chips_by_option())
     return sorted(found)
 
 
@@ -97,6 +103,14 @@ def load_option(
             return None
         if layout is not None:
             return ConfigValues({f"parallel.{key}": value for key, value in layout.items()})
+    if group == "platform":
+        try:
+            chip = chips_by_option().get(name)
+        except PlatformError as error:
+            problems.append(SpecProblem(group, str(error), where))
+            return None
+        if chip is not None:
+            return ConfigValues({"platform.chip": chip})
     problems.append(SpecProblem(group, unknown_option(group, name, option_names(group, further)), where))
     return None
 

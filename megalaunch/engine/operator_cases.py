@@ -39,6 +39,7 @@ from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_ref
 from megalaunch.kernels.overridable import target_name
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
 from megalaunch.kernels.swiglu import swiglu, swiglu_reference
+from megalaunch.schema.moe import RouterDtype
 from megalaunch.schema.optimizer import OptimizerSpec
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -147,7 +148,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _router(dtype: torch.dtype) -> nn.Module:
-    wide = "fp64" if dtype == torch.float64 else "fp32"
+    wide: RouterDtype = "fp64" if dtype == torch.float64 else "fp32"
     config = MoEConfig(num_experts=8, top_k=2, expert=MLPConfig(width=_WIDTH), router_dtype=wide)
     return Router(_HIDDEN, config)
 

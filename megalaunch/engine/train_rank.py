@@ -26,7 +26,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     """Train one rank, from the newest checkpoint or initial weights to the end (`RankEntrypoint`). Collective."""
     if not platform_of(mesh.device).has_streams:  # tensors are in the memory of the process
         tune_malloc()
-    _record_overrides(mesh, record)
+    record_overrides(mesh.device.type, record)
     state = build_train_state(spec, mesh)
     record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
     loop = Trainer(state, directory, record, stop)
@@ -40,21 +40,18 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     return ending
 
 
-def _record_overrides(mesh: Mesh, record: RunLogger) -> None:
-    """Record the overrides of this platform. Collective: ranks with different ones would compute different values.
+def record_overrides(device: str, record: RunLogger) -> None:
+    """Record the overrides of a device type. Collective: ranks with different ones would compute different values.
 
     Raises:
         RunEnd: Another rank's packages replace something else.
     """
-    active = active_overrides(mesh.device.type).values()
+    active = active_overrides(device).values()
     everywhere = all_gather_objects({row.target: str(row) for row in active})
     for rank, other in enumerate(everywhere):
         if other != everywhere[0]:
-            first, differing = (
-                ", ".join(sorted(f"{target} by {row}" for target, row in one.items() - rest.items())) or "nothing"
-                for one, rest in ((everywhere[0], other), (other, everywhere[0]))
-            )
-            reason = f"rank 0 replaces {first}, and rank {rank} {differing}; install the same packages on every node"
+            reason = f"overrides differ: {everywhere[0]} on rank 0 and {other} on rank {rank}; "
+            reason += "install the same packages on every node"
             raise RunEnd(ExitCode.CONFIGURATION, reason, 0)
     for row in active:
         record.event("override", operator=row.target, implementation=row.implementation, vendor=row.vendor)

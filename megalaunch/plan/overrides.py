@@ -8,8 +8,6 @@ from megalaunch.platform.overrides import active_overrides
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.schema import RunSpec
 
-RULE = "platform.overrides"
-
 
 def override_findings(spec: RunSpec) -> list[Finding]:
     """Return a note for each override that a worker on this machine would use; an error if they cannot be used."""
@@ -17,9 +15,15 @@ def override_findings(spec: RunSpec) -> list[Finding]:
         chip = CHIPS.get(spec.platform.chip)
         active = {} if chip is None else active_overrides(chip.device)
     except PlatformError as error:
-        return [Finding(RULE, "error", "platform.chip", f"{error}; repair or uninstall that package")]
+        return [Finding("platform.overrides", "error", "platform.chip", f"{error}; repair or uninstall that package")]
     return [
-        Finding(RULE, "note", "platform.chip", f"{target} is replaced by {row}", {"target": target, "by": str(row)})
+        Finding(
+            "platform.overrides",
+            "note",
+            "platform.chip",
+            f"{target} is replaced by {row}",
+            {"target": target, "by": str(row)},
+        )
         for target, row in active.items()
     ]
 

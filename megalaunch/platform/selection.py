@@ -53,7 +53,7 @@ def count_devices(facts: PlatformFacts, root: Path, environ: Mapping[str, str]) 
     if missing_package(facts) is not None:
         return 0
     if facts.device_nodes is None:
-        return _probe(facts.package, facts.device)
+        return count_devices_of_torch(facts.package, facts.device) or 0
     try:
         names = [entry.name for entry in (root / "dev").iterdir()]
     except OSError:
@@ -64,8 +64,8 @@ def count_devices(facts: PlatformFacts, root: Path, environ: Mapping[str, str]) 
 
 
 @cache
-def _probe(package: str | None, device: str) -> int:
-    """Ask torch, in a process of its own, how many devices it finds: their driver shows none in /dev."""
+def count_devices_of_torch(package: str | None, device: str) -> int | None:
+    """Ask torch, in a process of its own, how many devices it finds; None if it or the package cannot answer."""
     lines = [f"import {package}"] if package is not None else []
     code = "\n".join(["import torch", *lines, f"print(torch.get_device_module({device!r}).device_count())"])
     try:
@@ -73,6 +73,6 @@ def _probe(package: str | None, device: str) -> int:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 0
+        return None
     words = done.stdout.split()
-    return int(words[-1]) if done.returncode == 0 and words and words[-1].isdigit() else 0
+    return int(words[-1]) if done.returncode == 0 and words and words[-1].isdigit() else None

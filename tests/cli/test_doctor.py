@@ -15,6 +15,7 @@ import pytest
 from megalaunch.cli.doctor import build_report, report_text
 from megalaunch.plan.supported import LIMITS
 from megalaunch.platform import packages as packages_module
+from megalaunch.platform import selection
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.operators import implementations
@@ -103,6 +104,14 @@ def test_gpus_that_torch_does_not_see(version, said, fix):
     assert len(problems) == 1
     assert problems[0]["problem"] == f"torch {version} sees {said} of 8 h200"
     assert problems[0]["fix"].startswith(fix)
+
+
+@pytest.mark.parametrize("seen", [6, None])
+def test_devices_that_torch_does_not_see_with_their_package(monkeypatch, seen):
+    monkeypatch.setattr(selection, "count_devices_of_torch", lambda package, device: seen)
+    (problem,) = build_report(machine("mtt_s5000", 8), [works(TORCH, "2.13.0", "0")])["problems"]
+    assert problem["problem"] == f"torch 2.13.0 with torch_musa sees {seen or 'no'} of 8 mtt_s5000"
+    assert problem["fix"] == "install the torch_musa that was built for torch 2.13.0 and the driver"
 
 
 def test_what_is_missing_names_what_for_and_the_extra():

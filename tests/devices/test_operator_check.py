@@ -17,6 +17,11 @@ from megalaunch.platform.overrides import Override
 RIGHT = (Override("kernels.rms_norm.rms_norm", "vendor.norm:right", "txda"),)
 WRONG = (Override("kernels.rms_norm.rms_norm", "vendor.norm:wrong", "txda"),)
 WRONG_BACKWARD = (Override("kernels.swiglu.swiglu", "vendor.norm:detached", "txda"),)
+WRONG_CLASS = (
+    Override("engine.model.mlp.MLP", "vendor.modules:WrongMLP", "txda"),
+    Override("engine.model.layers.Norm.normalize", "vendor.modules:normalize", "txda"),
+    Override("engine.model.attention.attention.Attention", "vendor.modules:OtherAttention", "txda"),
+)
 NONE = ()
 """
 NORM = """
@@ -31,11 +36,32 @@ def wrong(x, weight, epsilon):
 def detached(gate, up, *, overwrite_up=False):
     return gate.sigmoid().detach() * gate * up
 """
+MODULES = """
+from megalaunch.engine.model.attention.attention import Attention
+from megalaunch.engine.model.layers import Norm
+from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.tp_region import NO_TP
+from megalaunch.engine.param_layout import local_param
+from megalaunch.kernels.rms_norm import rms_norm_reference
+
+class WrongMLP(MLP):
+    def project_down(self, activated):
+        return super().project_down(activated.detach())
+
+class OtherAttention(Attention):
+    def __init__(self, hidden_size, config, norm, tp_region=NO_TP):
+        super().__init__(hidden_size, config, norm, tp_region)
+        del self.k_proj
+
+def normalize(self, x):
+    return rms_norm_reference(x, local_param(self.weight), self.config.epsilon)
+"""
 
 
 def check(folder: Path, entry: str, platform: str = "txda") -> subprocess.CompletedProcess[str]:
-    files = {"vendor/plugin.py": PLUGIN, "vendor/norm.py": NORM}
-    install_package(folder, files, "megalaunch.overrides", {"vendor": f"vendor.plugin:{entry}"})
+    files = {"vendor/plugin.py": PLUGIN, "vendor/norm.py": NORM, "vendor/modules.py": MODULES}
+    install_package(folder, files, {"megalaunch.overrides": {"vendor": f"vendor.plugin:{entry}"}})
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{build_txda()}"}
     command = [*MEGALAUNCH, "platform", "check", platform]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -53,8 +79,13 @@ def test_right_operators_pass(tmp_path, entry):
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        ("WRONG", "wrong: kernels.rms_norm.rms_norm by vendor.norm:wrong\n"),
-        ("WRONG_BACKWARD", "wrong: kernels.swiglu.swiglu by vendor.norm:detached\n"),
+        ("WRONG", "wrong: kernels.rms_norm.rms_norm by vendor.norm:wrong (vendor 1.0)\n"),
+        ("WRONG_BACKWARD", "wrong: kernels.swiglu.swiglu by vendor.norm:detached (vendor 1.0)\n"),
+        (
+            "WRONG_CLASS",
+            "wrong: engine.model.attention.attention.Attention by vendor.modules:OtherAttention (vendor 1.0), "
+            "engine.model.mlp.MLP by vendor.modules:WrongMLP (vendor 1.0)\n",
+        ),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path, entry, named):

@@ -7,13 +7,14 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
 from oracle import small_spec
 
-from megalaunch.engine import process_group
+from megalaunch.engine import process_group, train_rank
 from megalaunch.engine.process_group import broadcast_first_error, local_device
-from megalaunch.engine.run_end import RankError
+from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.platform.chips import CHIPS
-from megalaunch.platform.overrides import OverrideError
+from megalaunch.platform.overrides import Override, OverrideError
 from megalaunch.rundir.outcome import ExitCode
 
 NO_DEVICE = RankError(ExitCode.CONFIGURATION, "worker 1 of this machine has no device: torch finds 1")
@@ -62,3 +63,22 @@ def test_a_broken_override_ends_the_run_before_it_starts(monkeypatch):
     monkeypatch.setattr(process_group, "load_overrides", broken)
     _, problem = local_device(small_spec())
     assert problem == RankError(ExitCode.CONFIGURATION, "vendor.norm:rms_norm cannot be imported on cpu")
+
+
+def test_ranks_with_different_overrides_end_together(monkeypatch):
+    def body() -> str:
+        rows = {"kernels.rms_norm.rms_norm": Override("kernels.rms_norm.rms_norm", "vendor.norm:rms_norm", "cpu")}
+        monkeypatch.setattr(train_rank, "active_overrides", lambda device: rows if dist.get_rank() == 1 else {})
+        with pytest.raises(RunEnd) as end:
+            train_rank.record_overrides("cpu", None)
+        return f"{int(end.value.exit_code)} {end.value.reason}"
+
+    reasons = run_ranks(2, body)
+    assert (
+        reasons
+        == [
+            "2 overrides differ: {} on rank 0 and {'kernels.rms_norm.rms_norm': 'vendor.norm:rms_norm'} on rank 1; "
+            "install the same packages on every node"
+        ]
+        * 2
+    )

@@ -119,7 +119,7 @@ def install(tmp_path, monkeypatch):
     """Install vendor's package with these overrides, by entry point."""
 
     def add(**entries: str) -> None:
-        install_package(tmp_path, FILES, "megalaunch.overrides", entries)
+        install_package(tmp_path, FILES, {"megalaunch.overrides": entries})
         monkeypatch.syspath_prepend(str(tmp_path))
         for name in [name for name in sys.modules if name.split(".")[0] == "vendor"]:
             monkeypatch.delitem(sys.modules, name)

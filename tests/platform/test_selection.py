@@ -90,7 +90,7 @@ def test_a_device_without_nodes_is_counted_by_torch(machine, monkeypatch, tmp_pa
         "import torch, types, sys\ntorch.get_device_module = lambda name: types.SimpleNamespace(device_count=lambda: 3)"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    selection._probe.cache_clear()
+    selection.count_devices_of_torch.cache_clear()
     found = machine((), ("torch_txda",))
-    selection._probe.cache_clear()
+    selection.count_devices_of_torch.cache_clear()
     assert (found.chip.name, found.devices) == ("txda", 3)

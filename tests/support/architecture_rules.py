@@ -37,7 +37,7 @@ ARROWS = {
     "fs": (),
     "rundir": ("fs",),
     "schema": ("fs",),
-    "config": ("schema", "format", "importers.huggingface", "importers.megatron.spelling"),
+    "config": ("schema", "format", "importers.huggingface", "importers.megatron.spelling", "platform.plugins"),
     "importers.huggingface": ("schema", "plan.layers", "plan.attention_factor"),
     "importers.megatron": ("schema", "format.yaml_value"),
     "platform": ("schema",),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def install_package(site: Path, files: Mapping[str, str], group: str, entries: Mapping[str, str]) -> None:
-    """Write the files, and the distribution `vendor` with the entries of one group."""
+def install_package(site: Path, files: Mapping[str, str], entries: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the files, and the distribution `vendor` with the entry points by group."""
     for name, text in files.items():
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -16,5 +16,8 @@ def install_package(site: Path, files: Mapping[str, str], group: str, entries: M
     info = site / "vendor-1.0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor\nVersion: 1.0\n")
-    rows = "".join(f"{name} = {value}\n" for name, value in entries.items())
-    (info / "entry_points.txt").write_text(f"[{group}]\n{rows}")
+    rows = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
+        for group, named in entries.items()
+    ]
+    (info / "entry_points.txt").write_text("".join(rows))
