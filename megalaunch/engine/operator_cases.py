@@ -62,7 +62,9 @@ _LATENT = AttentionConfig(
     num_groups=_HEADS,
     head_dim=24,
     softmax_scale=24**-0.5,
-    latent=LatentConfig(kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+    latent=LatentConfig(
+        norm_epsilon=1e-6, kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+    ),
 )
 
 
