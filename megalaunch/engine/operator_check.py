@@ -65,7 +65,9 @@ def check_operators(platform: Platform) -> Iterator[OperatorCheck]:
         row = active.get(case.name)
         if row is None and not case.always:
             continue
-        with only_override(device.type, case.name):
+        # On this thread: autograd's thread of a device may still drop Python objects when the process ends, and waiting
+        # for an interpreter that is gone aborts it.
+        with only_override(device.type, case.name), torch.autograd.set_multithreading_enabled(False):
             for dtype, limit in TOLERANCES.items():
                 errors: tuple[float, float | None]
                 try:
@@ -74,17 +76,6 @@ def check_operators(platform: Platform) -> Iterator[OperatorCheck]:
                     errors, problem = (float("nan"), float("nan")), f"{type(error).__name__}: {error}"
                 used = "megalaunch" if row is None else str(row)
                 yield OperatorCheck(case.name, used, str(dtype).removeprefix("torch."), *errors, limit, problem)
-    _finish_backward(device)
-
-
-def _finish_backward(device: torch.device) -> None:
-    """Run a backward pass without Python functions.
-
-    Autograd's thread of the device has then dropped the Python objects of earlier passes: a thread that waits for
-    Python's lock when the process ends aborts it.
-    """
-    x = torch.ones(1, device=device, requires_grad=True)
-    torch.autograd.grad((x * 2).sum(), [x])
 
 
 @dataclass(frozen=True)
