@@ -21,6 +21,7 @@ from megalaunch.data.preprocess.inputs import START_AGAIN
 from megalaunch.data.samples.blended_dataset import blend_entries, parse_blend
 from megalaunch.data.samples.build_datasets import DatasetSlice, num_tokens, train_slices, validation_parts
 from megalaunch.data.samples.split import DEFAULT_SPLIT
+from megalaunch.data.samples.validation_sets import parse_validation_sets, validation_set_entries
 from megalaunch.data.tokenizer.folder import companion_files
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
 from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
@@ -47,6 +48,7 @@ class PreparedData:
         validation_tokens: validation tokens.
         blend: training blend with absolute paths.
         validation_blend: validation blend with absolute paths.
+        validation_sets: named validation sets with absolute paths.
     """
 
     train_prefix: Path | None
@@ -60,6 +62,7 @@ class PreparedData:
     validation_tokens: int
     blend: tuple[str, ...] = ()
     validation_blend: tuple[str, ...] = ()
+    validation_sets: tuple[str, ...] = ()
 
 
 def data_overrides(prepared: PreparedData) -> dict[str, Any]:
@@ -69,11 +72,36 @@ def data_overrides(prepared: PreparedData) -> dict[str, Any]:
         "data.validation_prefix": prepared.validation_prefix,
         "tokenizer.path": prepared.tokenizer_path,
     }
-    blends = {"data.blend": prepared.blend, "data.validation_blend": prepared.validation_blend}
+    blends = {
+        "data.blend": prepared.blend,
+        "data.validation_blend": prepared.validation_blend,
+        "data.validation_sets": prepared.validation_sets,
+    }
     return {**blends, **{key: None if path is None else str(path) for key, path in paths.items()}}
 
 
 def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
+    """Return token files for training, and the named validation sets, which have to be tokenized already.
+
+    Args:
+        data: the data section of the run spec.
+        tokenizer: the tokenizer section.
+        report: called with a line before each step that takes time, and for each note to the user.
+
+    Raises:
+        DataError: the data or the tokenizer cannot be used.
+    """
+    prepared = _prepare_training(data, tokenizer, report)
+    sets = parse_validation_sets(data.validation_sets)
+    loaded = load_tokenizer(prepared.tokenizer_path) if sets and prepared.tokenizer_path is not None else None
+    for part in dict.fromkeys(part for parts in sets.values() for part in parts):
+        IndexedTokens(part.prefix)  # raises DataError for files that are missing or unusable
+        if loaded is not None and (how := check_report(part.prefix, loaded)) is not None:
+            report(how)
+    return replace(prepared, validation_sets=validation_set_entries(sets))
+
+
+def _prepare_training(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
     """Return token files for training: existing ones (`data.train_prefix`, `data.blend`), or built from a corpus.
 
     Files built from `data.corpus` or `data.sft_data` are cached in `data.cache_directory` under a hash of everything

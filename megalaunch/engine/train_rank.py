@@ -35,7 +35,8 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
         ending = loop.run()
     except CheckpointError as error:  # the same on every rank
         raise RunEnd(ExitCode.CHECKPOINT, str(error), loop.step) from error
-    if ending.exit_code == ExitCode.DONE and loop.step >= spec.train.steps:
+    is_last = loop.step >= spec.train.steps or ending.details.get("early_stopped")
+    if ending.exit_code == ExitCode.DONE and is_last:
         _generate_final_sample(state, directory, record)
     return ending
 

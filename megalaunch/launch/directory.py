@@ -118,7 +118,11 @@ def decide(state: DirectoryState, spec: RunSpec) -> Decision:
         raise RunDirectoryError(message, "name another run.directory, or omit run.resume to resume the run")
     last = min(spec.train.steps, spec.train.exit_at_step or spec.train.steps)
     outcome = state.outcome
-    if outcome is not None and outcome.exit_code == ExitCode.DONE and outcome.step >= last:
+    settings = spec.train.early_stopping
+    stopped_early = (
+        outcome is not None and outcome.details.get("early_stopped") and settings == state.stored.train.early_stopping
+    )
+    if outcome is not None and outcome.exit_code == ExitCode.DONE and (outcome.step >= last or stopped_early):
         return Decision("report")
     return Decision("continue", _extension_notes(state.stored, spec))
 

@@ -14,6 +14,7 @@ from megalaunch.plan.flops import step_flops
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.chips import CHIPS
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 
@@ -56,7 +57,7 @@ class RunState:
         self._created = time.time()
         self._launched_at: float | None = None
         self._clear()
-        self._known = (0, 0)
+        self._known = [0, 0, 0]
         self.phase, self.stepping, self.ending = "starting", False, False
         self._files: Record | None = None  # the newest progress event of a long file operation
         self.refresh()
@@ -70,6 +71,7 @@ class RunState:
     def _clear(self) -> None:
         self.latest: Record | None = None
         self.validation: Record | None = None
+        self.tasks: Record | None = None
         self.losses: deque[float] = deque(maxlen=200)
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._pace_from = None
@@ -77,18 +79,15 @@ class RunState:
     def refresh(self) -> None:
         """Read appended records; a rewritten metrics file replaces all records, its truncated steps arrive again."""
         records, rewritten = self._metrics.read_new()
-        records = [record for record in records if "step" in record and (_is_step(record) or _is_validation(record))]
-        known_step, known_validation = self._known
+        records = [record for record in records if "step" in record and _kind(record) is not None]
+        known = self._known
         if rewritten:
             self._clear()
         for record in records:
             self._take(record)
-        self._known = (self.step, int(number(self.validation, "step")) if self.validation else 0)
-        self.fresh_metrics = [
-            record
-            for record in records
-            if number(record, "step") > (known_step if _is_step(record) else known_validation)
-        ]
+        newest = (self.latest, self.validation, self.tasks)
+        self._known = [int(number(record, "step")) if record else 0 for record in newest]
+        self.fresh_metrics = [record for record in records if number(record, "step") > known[_kind(record) or 0]]
         events, _ = self._events.read_new()
         self.fresh_events = [event for event in events if not self._is_known_stop(event)]
         for event in self.fresh_events:
@@ -114,8 +113,10 @@ class RunState:
             self.latest = record
             self.losses.append(number(record, "loss"))
             self._step_seconds.append(number(record, "step_seconds"))
-        else:
+        elif is_validation(record):
             self.validation = record
+        else:
+            self.tasks = record
 
     @property
     def step(self) -> int:
@@ -194,5 +195,7 @@ def _is_step(record: Record) -> bool:
     return "loss" in record
 
 
-def _is_validation(record: Record) -> bool:
-    return "validation_loss" in record
+def _kind(record: Record) -> int | None:
+    """Return 0 for a step, 1 for a validation, 2 for an evaluation of tasks; None for a line of another version."""
+    kinds = (_is_step, is_validation, is_task_evaluation)
+    return next((number for number, is_kind in enumerate(kinds) if is_kind(record)), None)

@@ -23,6 +23,7 @@ EventName = Literal[
     "skipped_step",  # worker rank 0: step, loss_scale (in fp16), grad_norm (null if the gradients overflowed fp16)
     "bad_step",  # worker rank 0: step, reason, first (batch left out), rewound_to (step; null: no rewind), count, limit
     "expert_collapse",  # worker rank 0: step, layer, share (of the layer's tokens, at one expert), steps (in a row)
+    "early_stopping",  # worker rank 0: step, metric, best, best_step, validations (in a row without improvement)
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt
     "restart",  # launcher: attempt, reason, pause_seconds (before the start)

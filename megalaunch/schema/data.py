@@ -40,8 +40,12 @@ class DataSpec:
         (), "Training prefixes to blend, each `PREFIX` or `WEIGHT PREFIX`; replaces train_prefix."
     )
     validation_blend: tuple[str, ...] = setting((), "Validation prefixes to blend; replaces validation_prefix.")
+    validation_sets: tuple[str, ...] = setting(
+        (),
+        "Further validation sets, each `NAME PREFIX`, or `NAME WEIGHT PREFIX` for every part of a blend.",
+    )
     validation_tokens: int | None = setting(
-        None, "Validation tokens to evaluate; null: all.", "tokens", minimum=2, maximum=10**15
+        None, "Validation tokens to evaluate of each validation set; null: all.", "tokens", minimum=2, maximum=10**15
     )
     split: str | None = setting(
         None,

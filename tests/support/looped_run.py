@@ -24,7 +24,10 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.spec_file import write_spec
 
 # Of a line in metrics.jsonl, what does not depend on the clock or the machine.
-SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss", "loss_scale", "skipped_steps")
+SAME = (
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "loss_scale", "skipped_steps"),
+    *("validation_loss", "validation_loss/first", "validation_loss/blend"),
+)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from megalaunch.data.samples.validation_dataset import (
     ValidationSamples,
     num_tokens_in_slices,
 )
+from megalaunch.data.samples.validation_sets import parse_validation_sets
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.schema import RunSpec
 from megalaunch.schema.data import DataSpec
@@ -82,7 +83,23 @@ def build_valid_dataset(spec: RunSpec) -> FiniteDataset | None:
             return None
         talks = ConversationFile(Path(data.validation_prefix), length, spec.model.vocab_size)
         return ChatValidationDataset(talks, data.validation_tokens) if len(talks.numbers) else None
-    parts, eod_policy = validation_parts(data), _eod_policy(spec)
+    return _validation_samples(spec, validation_parts(data))
+
+
+def build_validation_sets(spec: RunSpec) -> dict[str, FiniteDataset]:
+    """Build the named validation sets of `data.validation_sets`. Raises DataError, also for one without tokens."""
+    found = {}
+    for name, blend in parse_validation_sets(spec.data.validation_sets).items():
+        dataset = _validation_samples(spec, tuple(DatasetSlice(one.prefix, None, one.weight) for one in blend))
+        if dataset is None:
+            raise DataError(f"the validation set {name} has no tokens", file=blend[0].prefix, fix="Leave it out.")
+        found[name] = dataset
+    return found
+
+
+def _validation_samples(spec: RunSpec, parts: tuple[DatasetSlice, ...]) -> FiniteDataset | None:
+    """Return the rows of several slices in the proportions of their weights; None without tokens."""
+    data, length, eod_policy = spec.data, spec.batch.sequence_length, _eod_policy(spec)
     available = [num_tokens(part) for part in parts]
     counts = num_tokens_in_slices(available, [part.weight for part in parts], data.validation_tokens)
     rows = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -121,9 +122,9 @@ class RunLogger:
         path = self._directory.expert_load
         self._write(path, lambda: append_expert_load(path, step, layers, counts_LE.numpy()))
 
-    def validation(self, step: int, loss: float) -> None:
-        """Append the metrics line of a validation."""
-        line = {"step": step, "validation_loss": loss}
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the metrics line of a validation or of an evaluation of tasks (keys: rundir/metrics.py)."""
+        line = {"step": step, **values}
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
     def sample(self, text: str) -> None:
@@ -146,11 +147,9 @@ class RunLogger:
             write_outcome(self._directory.outcome, outcome)
         self.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
 
-    def last_validation(self) -> int:
-        """Return the step of the newest validation in the metrics; 0 without one."""
-        return max(
-            (line["step"] for line in read_lines(self._directory.metrics) if "validation_loss" in line), default=0
-        )
+    def last_step_of(self, kind: Callable[[Mapping[str, Any]], bool]) -> int:
+        """Return the step of the newest line in the metrics for which `kind` is true; 0 without one."""
+        return max((line["step"] for line in read_lines(self._directory.metrics) if kind(line)), default=0)
 
     def last_losses(self, count: int) -> list[float]:
         """Return the losses of the last `count` steps in the metrics."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset, build_validation_sets
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
@@ -35,15 +36,17 @@ from megalaunch.engine.train.checkpointer import (
     true_vocab_size,
 )
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
-from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.early_stopping import count_validation, is_stopped, stop_reason
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.engine.train.validator import Validator
 from megalaunch.engine.train.weight_hashes import WeightHashes
 from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.rundir.metrics import VALIDATION_LOSS, validation_key
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.schema import RunSpec
@@ -51,7 +54,10 @@ from megalaunch.schema import RunSpec
 
 @dataclass(frozen=True)
 class TrainState:
-    """The objects of a training run on one rank: spec, mesh, model, optimizer, data sets."""
+    """The objects of a training run on one rank: spec, mesh, model, optimizer, data sets.
+
+    `validation` is the run's own validation data; `validation_sets` are the named ones.
+    """
 
     spec: RunSpec
     mesh: Mesh
@@ -60,6 +66,13 @@ class TrainState:
     optimizer: Optimizer
     training: Dataset
     validation: FiniteDataset | None
+    validation_sets: Mapping[str, FiniteDataset] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> Mapping[str, FiniteDataset]:
+        """All validation data by key of metrics.jsonl."""
+        own = {} if self.validation is None else {VALIDATION_LOSS: self.validation}
+        return {**own, **{validation_key(name): dataset for name, dataset in self.validation_sets.items()}}
 
 
 def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
@@ -70,7 +83,7 @@ def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
     """
     model = parallelize_decoder(spec, mesh)
     materialize(model, mesh)
-    training, validation = _open_datasets(spec)
+    training, validation, validation_sets = _open_datasets(spec)
     return TrainState(
         spec,
         mesh,
@@ -79,13 +92,14 @@ def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
         Optimizer(model, spec.optimizer, spec.precision),
         training,
         validation,
+        validation_sets,
     )
 
 
-def _open_datasets(spec: RunSpec) -> tuple[Dataset, FiniteDataset | None]:
+def _open_datasets(spec: RunSpec) -> tuple[Dataset, FiniteDataset | None, Mapping[str, FiniteDataset]]:
     opened, problem = None, None
     try:
-        opened = build_train_dataset(spec), build_valid_dataset(spec)
+        opened = build_train_dataset(spec), build_valid_dataset(spec), build_validation_sets(spec)
     except (DataError, OSError) as error:
         problem = RankError(ExitCode.DATA, str(error))
     raise_on_all_ranks(problem, step=0)
@@ -96,7 +110,13 @@ def _open_datasets(spec: RunSpec) -> tuple[Dataset, FiniteDataset | None]:
 class Trainer:
     """The training loop of one rank. Every method is collective, and raises a RunEnd on all ranks or on none."""
 
-    def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        directory: RunDirectory,
+        record: RunLogger,
+        stop: StopSignal,
+    ) -> None:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
         self._batch_sampler = make_batch_sampler(state.spec, state.mesh)
@@ -110,7 +130,14 @@ class Trainer:
         self._profiler = StepProfiler(state.spec.logging, directory, state.mesh.rank, state.mesh.device)
         self._weight_hashes = WeightHashes(state.spec, state.mesh, state.model, state.optimizer)
         self._stop_signal: signal.Signals | None = None  # the same on all ranks
-        self._validated_step = 0
+        self._validator = Validator(
+            state.spec,
+            state.mesh,
+            state.forward_backward,
+            state.evaluated,
+            self._batch_sampler.micro_batch_size,
+            record,
+        )
         self._validation: float | None = None
         self._loss: float | None = None
 
@@ -162,7 +189,7 @@ class Trainer:
     def _restore_records(self) -> None:
         """Drop the metrics of later steps, and take from the others what the loop remembers."""
         self._record.truncate_metrics_after(self.step)
-        self._validated_step = run_on_rank0(self._record.last_validation)
+        self._validator.resume()
         self._weight_hashes.begin_at(self.step)
         self._history.restore(run_on_rank0(partial(self._record.last_losses, HISTORY)))
 
@@ -213,9 +240,10 @@ class Trainer:
         )
         try:
             self._sync_stop_signal()
+            self._require_early_stopping_metric()
             self._validate_if_due()
             self._record.phase("training", self.step)
-            while self._stop_signal is None and self.step < self._last_step:
+            while self._stop_signal is None and self.step < self._last_step and not self._stopped_early:
                 self._one_step(step, batches)
                 self._weight_hashes.check_if_due(self.step)
                 self._validate_if_due()
@@ -261,7 +289,8 @@ class Trainer:
         except BadStep as bad:
             self._handle_bad_step(bad, number, step)
             return
-        self._progress = TrainProgress(number, self._progress.tokens + result.tokens, result.updates)
+        tokens = self._progress.tokens + result.tokens
+        self._progress = replace(self._progress, step=number, tokens=tokens, updates=result.updates)
         self._loss, self._stop_signal = result.loss, result.stop
         seconds = time.perf_counter() - started
         self._record.step(
@@ -283,7 +312,7 @@ class Trainer:
 
     def _leave_out(self, number: int, step: TrainStep) -> None:
         """Count a step without reading its batch."""
-        self._progress = TrainProgress(number, self._progress.tokens, step.leave_out())
+        self._progress = replace(self._progress, step=number, updates=step.leave_out())
         self._record.left_out(number, self._progress.tokens)
 
     def _handle_bad_step(self, bad: BadStep, number: int, step: TrainStep) -> None:
@@ -342,10 +371,8 @@ class Trainer:
                 self._record.event("note", message=f"profile: {written}")
 
     def _validate_if_due(self) -> None:
-        """Validate if due and not yet in the metrics: a resumed run repeats a validation that a stop interrupted."""
-        dataset, steps, interval = self._state.validation, self._spec.train.steps, self._spec.train.validation_interval
-        due = self.step == steps or (interval > 0 and self.step > 0 and self.step % interval == 0)
-        if not due or dataset is None or self._stop_signal is not None or self.step == self._validated_step:
+        """Validate if due; a resumed run repeats a validation that a stop interrupted."""
+        if self._stop_signal is not None:
             return
 
         def may_go_on(problem: RankError | None) -> bool:
@@ -353,14 +380,38 @@ class Trainer:
             self._sync_stop_signal(problem)
             return self._stop_signal is None
 
-        self._record.phase("validating", self.step)
-        loss = validation_loss(
-            self._state.forward_backward, dataset, self._batch_sampler.micro_batch_size, self._mesh, may_go_on
-        )
-        if loss is not None:
-            self._validation, self._validated_step = loss, self.step
-            self._record.validation(self.step, loss)
-        self._record.phase("training", self.step)
+        last = self.step == self._spec.train.steps
+        losses = self._validator.validate_if_due(self.step, last, may_go_on)
+        if losses is not None:
+            self._validation = losses.get(VALIDATION_LOSS)
+            self._count_validation(losses)
+
+    def _count_validation(self, losses: Mapping[str, float]) -> None:
+        """Update the state of early stopping; log an event when it ends the run."""
+        settings = self._spec.train.early_stopping
+        state = count_validation(self._progress.early_stopping, settings, self.step, losses)
+        self._progress = replace(self._progress, early_stopping=state)
+        if state is not None and self._stopped_early:
+            self._record.event(
+                "early_stopping",
+                step=self.step,
+                metric=state.metric,
+                best=state.best,
+                best_step=state.best_step,
+                validations=state.num_bad,
+            )
+
+    @property
+    def _stopped_early(self) -> bool:
+        return is_stopped(self._progress.early_stopping, self._spec.train.early_stopping)
+
+    def _require_early_stopping_metric(self) -> None:
+        """Raise a RunEnd on every rank if no validation data gives the loss that early stopping watches."""
+        settings = self._spec.train.early_stopping
+        if settings.patience is not None and settings.metric not in self._state.evaluated:
+            there = ", ".join(self._state.evaluated) or "none: the run has no validation data"
+            reason = f"train.early_stopping.metric={settings.metric} is no loss of this run (it has {there})"
+            raise RunEnd(ExitCode.CONFIGURATION, reason, self.step)
 
     def _save_if_due(self) -> None:
         interval = self._spec.checkpoint.interval
@@ -382,6 +433,7 @@ class Trainer:
             "validation_loss": self._validation,
             "tokens": self._progress.tokens,
             "checkpoint": str(self._saver.saved) if self._saver.saved else None,
+            **({"early_stopped": True} if self._stopped_early else {}),
         }
         stop = self._stop_signal
         if stop is None:
@@ -391,6 +443,9 @@ class Trainer:
 
     def _done_reason(self) -> str:
         steps, exit_at_step = self._spec.train.steps, self._spec.train.exit_at_step
+        state = self._progress.early_stopping
+        if state is not None and self._stopped_early:
+            return stop_reason(state, self._spec.train.early_stopping, self.step, steps)
         if self.step > self._last_step:
             key = f"train.steps={steps}" if self._last_step == steps else f"train.exit_at_step={exit_at_step}"
             return f"nothing to do: the run is at step {self.step}, past {key}"

@@ -41,6 +41,8 @@ def event_message(event: Record) -> str | None:
             return _bad_step(event)
         case "expert_collapse":
             return _collapsed(event)
+        case "early_stopping":
+            return _stopped_early(event)
         case "stop_requested":
             return f"{event.get('signal')} received: saving a checkpoint, then stopping"
         case "worker_failed":
@@ -75,6 +77,15 @@ def _collapsed(event: Record) -> str:
         f"warning: one expert of layer {event.get('layer')} gets {part} of the tokens, for {event.get('steps')} steps "
         f"in a row up to step {event.get('step')}: balance the load (model.moe.balance_loss_coeff, "
         "model.moe.balance_bias)"
+    )
+
+
+def _stopped_early(event: Record) -> str:
+    best = event.get("best")
+    shown = f" of {best:.4f}" if isinstance(best, (int, float)) else ""
+    return (
+        f"early stopping after step {event.get('step')}: {event.get('metric')} has not improved for "
+        f"{event.get('validations')} validations; the best{shown} is that of step {event.get('best_step')}"
     )
 
 

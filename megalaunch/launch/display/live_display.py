@@ -16,6 +16,7 @@ from megalaunch.format.numbers import format_count, format_duration, format_flop
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.display.log_display import validation_line
 from megalaunch.launch.run_state import RunState, number
+from megalaunch.rundir.metrics import task_scores, validation_losses
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
@@ -100,6 +101,8 @@ def _figures(view: RunState, width: int) -> Table:
     cells = [
         ("loss", format_loss(number(latest, "loss"))),
         ("validation", format_loss(number(view.validation, "validation_loss"))),
+        *((name, format_loss(loss)) for name, loss in validation_losses(view.validation or {}).items() if name),
+        *((name, f"{score:.4f}") for name, score in task_scores(view.tasks or {}).items()),
         ("grad norm", f"{number(latest, 'grad_norm'):.3f}"),
         ("lr", f"{number(latest, 'learning_rate'):.2e}"),
         ("tokens/s", format_count(number(latest, "tokens_per_second"))),

@@ -10,6 +10,7 @@ from megalaunch.format.numbers import format_count, format_duration, format_flop
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.run_state import RunState, number
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.metrics import is_task_evaluation, task_scores, validation_losses
 
 STARTING_SILENCE = 9.0  # seconds; outside of steps there must be output within 10 s
 TRAINING_SILENCE = 60.0
@@ -52,7 +53,7 @@ class PlainDisplay:
         for record in view.fresh_metrics:
             step = int(record["step"])
             if "loss" not in record:
-                self.say(validation_line(record))
+                self.say(task_line(record) if is_task_evaluation(record) else validation_line(record))
             elif step % interval == 0 or step in (1, view.last_step):
                 self.say(step_line(view, record))
         self._steps_seen = self._steps_seen or view.stepping
@@ -78,7 +79,16 @@ class PlainDisplay:
 
 def validation_line(record: Record) -> str:
     """Return the line of a validation record."""
-    return f"step {record['step']}  validation loss {format_loss(number(record, 'validation_loss'))}"
+    shown = (
+        f"{f'validation loss of {name}' if name else 'validation loss'} {format_loss(loss)}"
+        for name, loss in validation_losses(record).items()
+    )
+    return f"step {record['step']}  {'  '.join(shown)}"
+
+
+def task_line(record: Record) -> str:
+    """Return the line of an evaluation of lm-eval tasks."""
+    return f"step {record['step']}  " + "  ".join(f"{name} {value:.4f}" for name, value in task_scores(record).items())
 
 
 def step_line(view: RunState, record: Record) -> str:

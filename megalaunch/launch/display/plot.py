@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from megalaunch.fs import atomic_file, make_directory
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import Record, read_lines
+from megalaunch.rundir.metrics import is_validation, validation_losses
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -15,7 +17,7 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     """Draw the metrics of a run; None without steps. Raises ImportError without matplotlib, OSError on a full disk."""
     records = list(read_lines(directory.metrics))
     steps = [record for record in records if "loss" in record]
-    validations = [record for record in records if "validation_loss" in record]
+    validations = [record for record in records if is_validation(record)]
     if not steps:
         return None
     # The object interface draws without a window system and without global state.
@@ -29,9 +31,8 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     losses = _column(steps, "loss")
     loss_axes.plot(at, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
     loss_axes.plot(at, smooth(losses), color="tab:blue", label="training")
-    if validations:
-        points = _column(validations, "step"), _column(validations, "validation_loss")
-        loss_axes.plot(*points, color="tab:orange", marker="o", label="validation")
+    for index, (name, (places, values)) in enumerate(validation_curves(validations).items(), start=1):
+        loss_axes.plot(places, values, color=f"C{index}", marker="o", label=name)
     loss_axes.set(ylabel="loss (nats per token)", title=title)
     loss_axes.grid(alpha=0.3)
     loss_axes.legend()
@@ -43,6 +44,17 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=120)
     return path
+
+
+def validation_curves(validations: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return steps and losses of the run's validation data, and of each named validation set, by label."""
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    for record in validations:
+        for name, loss in validation_losses(record).items():
+            places, values = curves.setdefault(f"validation: {name}" if name else "validation", ([], []))
+            places.append(number(record, "step"))
+            values.append(loss)
+    return curves
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -9,6 +9,7 @@ from megalaunch.format.numbers import format_count, format_duration, format_loss
 from megalaunch.launch.directory import DirectoryState
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.metrics import is_task_evaluation, is_validation, task_scores, validation_losses
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -42,7 +43,8 @@ def newest_checkpoint(directory: RunDirectory) -> Path | None:
 def _metrics_lines(directory: RunDirectory) -> list[str]:
     records = list(read_lines(directory.metrics))
     steps = [record for record in records if "loss" in record]
-    validations = [record for record in records if "validation_loss" in record]
+    validations = [record for record in records if is_validation(record)]
+    evaluations = [record for record in records if is_task_evaluation(record)]
     lines = []
     if steps:
         last = steps[-_LAST_STEPS:]
@@ -50,7 +52,12 @@ def _metrics_lines(directory: RunDirectory) -> list[str]:
         lines.append(_line("training loss", f"{format_loss(mean)} (mean of the last {len(last)} steps)"))
     if validations:
         at = validations[-1]["step"]
-        lines.append(_line("validation loss", f"{format_loss(number(validations[-1], 'validation_loss'))} (step {at})"))
+        for name, loss in validation_losses(validations[-1]).items():
+            of = f", {name}" if name else ""
+            lines.append(_line("validation loss", f"{format_loss(loss)} (step {at}{of})"))
+    if evaluations:
+        at = evaluations[-1]["step"]
+        lines += [_line(name, f"{value:.4f} (step {at})") for name, value in task_scores(evaluations[-1]).items()]
     if steps:
         tokens = number(steps[-1], "tokens")
         seconds = sum(number(record, "step_seconds") for record in steps)
@@ -76,9 +83,11 @@ def _sample_lines(directory: RunDirectory) -> list[str]:
 def finished_report(spec: RunSpec, directory: RunDirectory, state: DirectoryState) -> list[str]:
     """Return the lines that are printed instead of restarting a finished run."""
     assert state.outcome is not None
+    early = state.outcome.details.get("early_stopped")
+    raised = "train.early_stopping.patience" if early else "train.steps"
     return [
         *run_summary(spec, directory, state.outcome),
-        "This run is finished. Raise train.steps to continue it, or set another run.directory for a new run.",
+        f"This run is finished. Raise {raised} to continue it, or set another run.directory for a new run.",
     ]
 
 

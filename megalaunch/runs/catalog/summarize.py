@@ -122,7 +122,8 @@ def _state(
         return "stopped", ""
     if outcome.exit_code != ExitCode.DONE:
         return "failed", outcome.reason
-    return ("finished" if spec is None or outcome.step >= spec.train.steps else "stopped"), ""
+    done = spec is None or outcome.step >= spec.train.steps or outcome.details.get("early_stopped")
+    return ("finished" if done else "stopped"), ""
 
 
 def _measure_files(root: Path) -> tuple[int, float]:

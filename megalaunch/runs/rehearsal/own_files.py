@@ -8,8 +8,10 @@ from pathlib import Path
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.corpus.documents import find_corpus
 from megalaunch.data.samples.blended_dataset import parse_blend
+from megalaunch.data.samples.validation_sets import parse_validation_sets
 from megalaunch.runs.corpus_check import check_corpus
 from megalaunch.schema import RunSpec
+from megalaunch.schema.remote import is_hub_address
 
 
 def describe_own_files(spec: RunSpec) -> str:
@@ -33,8 +35,13 @@ def _files(spec: RunSpec) -> Iterator[Path]:
     """Yield the files of prepared tokens, of a corpus or conversations that were found, and of the tokenizer."""
     data = spec.data
     prefixes = [prefix for prefix in (data.train_prefix, data.validation_prefix) if prefix is not None]
-    blended = (entry.prefix for blend in (data.blend, data.validation_blend) for entry in parse_blend(blend))
+    blends = (data.blend, data.validation_blend)
+    blended = [entry.prefix for blend in blends for entry in parse_blend(blend)]
+    sets = parse_validation_sets(data.validation_sets).values()
+    blended += [one.prefix for parts in sets for one in parts]
     for prefix in (*prefixes, *map(str, blended)):
+        if is_hub_address(prefix):
+            continue
         yield Path(f"{prefix}.bin").expanduser()
         yield Path(f"{prefix}.idx").expanduser()
     for source in filter(None, (data.corpus, data.sft_data)):
@@ -42,7 +49,7 @@ def _files(spec: RunSpec) -> Iterator[Path]:
             yield from (file.path for file in find_corpus(source, data.json_key).files)
         except (DataError, ValueError, RuntimeError, OSError):
             continue  # check_corpus reports it
-    if spec.tokenizer.path is not None:
+    if spec.tokenizer.path is not None and not is_hub_address(spec.tokenizer.path):
         path = Path(spec.tokenizer.path).expanduser()
         yield path / "tokenizer.json" if path.is_dir() else path
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megalaunch.data.prepare import PreparedData, data_overrides, prepare
 from megalaunch.data.samples.blended_dataset import parse_blend
+from megalaunch.data.samples.validation_sets import parse_validation_sets
 from megalaunch.runs.rehearsal.own_files import describe_own_files
 from megalaunch.runs.rehearsal.shrink import Change
 from megalaunch.runs.rehearsal.small_model import VOCABULARY
@@ -46,6 +47,7 @@ def prepare_small_data(spec: RunSpec, folder: Path) -> tuple[RunSpec, str]:
     folder.mkdir(parents=True, exist_ok=True)
     small = small_section(spec.data)
     no_files: dict[str, Any] = {key: () if isinstance(getattr(small, key), tuple) else None for key in _FILES}
+    no_files["validation_sets"] = ()
     data = replace(small, **no_files, cache_directory=str(folder / "cache"))
     corpus = replace(data, corpus=str(_write_text(folder, data)))
     text = prepare(
@@ -64,6 +66,8 @@ def prepare_small_data(spec: RunSpec, folder: Path) -> tuple[RunSpec, str]:
         prepared, what = text, f"{text.documents + text.validation_documents} documents of text"
     placed = with_values(spec, {f"data.{name}": value for name, value in vars(data).items()})
     placed = with_values(placed, data_overrides(prepared))
+    sets = (f"{name} {text.train_prefix}" for name in parse_validation_sets(spec.data.validation_sets))
+    placed = with_values(placed, {"data.validation_sets": tuple(sets)})
     what = f"{what}, {prepared.train_tokens:,} tokens, vocabulary {prepared.vocab_size}"
     return placed, "; ".join(filter(None, [what, describe_own_files(spec)]))
 
@@ -83,6 +87,7 @@ def small_section(data: DataSpec) -> DataSpec:
     values: dict[str, Any] = {key: _generated(getattr(data, key)) for key in _FILES}
     if not any(values.values()):
         values["corpus"] = GENERATED  # mock tokens are of no tokenizer, which generation needs
+    values["validation_sets"] = tuple(f"{name} {GENERATED}" for name in parse_validation_sets(data.validation_sets))
     if data.validation_every and not (data.blend or data.train_prefix):
         values["validation_every"] = _VALIDATION_EVERY
     return replace(

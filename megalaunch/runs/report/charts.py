@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megalaunch.launch.display.plot import smooth
+from megalaunch.launch.display.plot import smooth, validation_curves
 from megalaunch.launch.display.plot_experts import experts_figure
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.metrics import task_scores
 from megalaunch.runs.report.content import RunContent
 from megalaunch.runs.report.timeline import STARTING, Launch
 
@@ -54,12 +55,10 @@ def loss_chart(runs: Sequence[RunContent], against: str = "step") -> Chart:
             axes.plot(*thin(at, smooth(losses)), color=color, label=label)
             if run.validations:
                 tokens_at = {record["step"]: number(record, "tokens") for record in run.steps}
-                places = [
-                    float(record["step"]) if against == "step" else tokens_at.get(record["step"], float("nan"))
-                    for record in run.validations
-                ]
-                style = {"color": "tab:orange", "label": "validation"} if len(runs) == 1 else {"color": color}
-                axes.plot(*thin(places, _column(run.validations, "validation_loss")), ls="--", marker=".", **style)
+                for order, (name, (steps, losses)) in enumerate(validation_curves(run.validations).items(), start=1):
+                    places = steps if against == "step" else [tokens_at.get(int(step), math.nan) for step in steps]
+                    style = {"color": f"C{order}", "label": name} if len(runs) == 1 else {"color": color}
+                    axes.plot(*thin(places, losses), ls="--", marker=".", **style)
         axes.set(ylabel="loss (nats per token)", xlabel=against)
         if len(runs) <= _MOST_NAMED:
             axes.legend()
@@ -67,6 +66,23 @@ def loss_chart(runs: Sequence[RunContent], against: str = "step") -> Chart:
     title = "Loss" if against == "step" else f"Loss by {against}"
     note = "" if len(runs) == 1 else "; dashed lines with dots are validation losses"
     return _chart(title, f"training and validation loss{note}", draw, against)
+
+
+def tasks_chart(run: RunContent) -> Chart | None:
+    """Draw the scores of lm-eval tasks against the step; None if none was evaluated."""
+    names = list(dict.fromkeys(name for record in run.evaluations for name in task_scores(record)))
+    if not names:
+        return None
+
+    def draw(axes: Any) -> None:
+        for name in names:
+            scored = [record for record in run.evaluations if name in task_scores(record)]
+            axes.plot(_column(scored, "step"), [task_scores(record)[name] for record in scored], marker=".", label=name)
+        axes.set(ylabel="score", xlabel="step")
+        if len(names) <= _MOST_NAMED:
+            axes.legend()
+
+    return _chart("lm-eval tasks", "scores of lm-eval tasks over the steps", draw)
 
 
 def metric_chart(

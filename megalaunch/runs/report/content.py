@@ -10,6 +10,7 @@ from megalaunch.plan.batch import tokens_per_step
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step, directory_size
 from megalaunch.rundir.expert_load import ExpertLoadHistory, read_expert_load
 from megalaunch.rundir.jsonl import Record, read_lines
+from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.catalog.summarize import RunSummary, summarize_run
 from megalaunch.runs.report.settings import Setting, list_settings
@@ -24,7 +25,8 @@ _SAMPLE_CHARACTERS = 4000
 class RunContent:
     """What a report shows of a run.
 
-    `steps` and `validations` are lines of metrics.jsonl. `checkpoints`: (step, bytes), the newest first.
+    `steps`, `validations` and `evaluations` (of tasks) are lines of metrics.jsonl.
+    `checkpoints`: (step, bytes), the newest first.
     `mfu`: the model FLOP/s utilization at the median speed, 0 to 1; None where the chip's peak is not known.
     """
 
@@ -33,6 +35,7 @@ class RunContent:
     summary: RunSummary
     steps: Sequence[Record]
     validations: Sequence[Record]
+    evaluations: Sequence[Record]
     launches: Sequence[Launch]
     settings: Sequence[Setting]
     checkpoints: Sequence[tuple[int, int]]
@@ -52,7 +55,8 @@ def read_content(directory: RunDirectory, name: str) -> RunContent:
         spec=spec,
         summary=summary,
         steps=[record for record in records if "loss" in record],
-        validations=[record for record in records if "validation_loss" in record],
+        validations=[record for record in records if is_validation(record)],
+        evaluations=[record for record in records if is_task_evaluation(record)],
         launches=launches,
         settings=list_settings(spec, launches[-1].overrides if launches else ()),
         checkpoints=[(step, directory_size(path)) for step, path in checkpoints_by_step(directory.checkpoints).items()],

@@ -16,6 +16,7 @@ import megalaunch
 from megalaunch.format.numbers import format_bytes, format_count, format_duration, format_loss, format_memory
 from megalaunch.launch.run_state import number
 from megalaunch.plan.findings import as_override
+from megalaunch.rundir.metrics import task_scores, validation_losses
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.catalog.compare import RunComparison, compare_runs
 from megalaunch.runs.report import charts
@@ -97,6 +98,7 @@ def _section(run: RunContent) -> RunSection:
     drawn += [
         chart
         for chart in (
+            charts.tasks_chart(run),
             charts.metric_chart([run], "Learning rate", {"learning_rate": "learning rate"}, "learning rate"),
             charts.metric_chart([run], "Gradient norm", {"grad_norm": "gradient norm"}, "norm"),
             charts.metric_chart([run], "Throughput", {"tokens_per_second": "tokens/s"}, "tokens/s, all devices"),
@@ -120,11 +122,15 @@ def _section(run: RunContent) -> RunSection:
 def _facts(run: RunContent) -> Table:
     figures, state = run.summary.figures, run.summary.state
     memory = max((number(record, "memory_bytes") for record in run.steps), default=float("nan"))
+    named = validation_losses(run.validations[-1]) if run.validations else {}
+    scores = task_scores(run.evaluations[-1]) if run.evaluations else {}
     facts = [
         ("state", f"{state}: {run.summary.reason}" if run.summary.reason else state),
         ("step", f"{format_count(figures.step)} of {format_count(run.spec.train.steps)}"),
         ("training loss", _or_dash(figures.loss, format_loss)),
         ("validation loss", _or_dash(figures.validation_loss, format_loss)),
+        *((f"validation loss, {name}", format_loss(loss)) for name, loss in named.items() if name),
+        *((name, f"{score:.4f}") for name, score in scores.items()),
         ("tokens", _or_dash(figures.tokens, format_count)),
         ("tokens/s", _or_dash(figures.tokens_per_second, format_count)),
         ("MFU", _or_dash(run.mfu, lambda value: f"{value:.1%}")),

@@ -1,0 +1,75 @@
+"""The validations of a run: its own validation data and the named sets, when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megalaunch.data.samples.validation_dataset import FiniteDataset
+from megalaunch.engine.checkpoint.coordination import run_on_rank0
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.run_end import RankError
+from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.forward_backward import ForwardBackward
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.rundir.metrics import is_validation
+from megalaunch.schema import RunSpec
+
+MayGoOn = Callable[[RankError | None], bool]
+"""Called between batches with this rank's error, if any; the same answer on all ranks. False ends the evaluation."""
+
+
+@dataclass
+class Validator:
+    """Runs the validation that is due after a step, once. Every method is collective.
+
+    Args:
+        spec: The run spec.
+        mesh: The device mesh.
+        forward_backward: The passes of the model.
+        datasets: Validation data by key of metrics.jsonl (rundir/metrics.py).
+        batch_size: Rows of a batch on one data-parallel rank.
+        record: The log.
+    """
+
+    spec: RunSpec
+    mesh: Mesh
+    forward_backward: ForwardBackward
+    datasets: Mapping[str, FiniteDataset]
+    batch_size: int
+    record: RunLogger
+    _validated_step: int = field(default=0, init=False)
+
+    def resume(self) -> None:
+        """Read from the metrics which steps were evaluated: what a stop interrupted is repeated."""
+        self._validated_step = run_on_rank0(lambda: self.record.last_step_of(is_validation))
+
+    def validate_if_due(self, step: int, last: bool, may_go_on: MayGoOn) -> Mapping[str, float] | None:
+        """Return the losses after a step by key; None if none are due, or the validation was interrupted.
+
+        Args:
+            step: The last finished step.
+            last: It is the last step of the run.
+            may_go_on: See `MayGoOn`.
+        """
+        due = _is_due(step, last, self.spec.train.validation_interval)
+        if not due or not self.datasets or step == self._validated_step:
+            return None
+        self.record.phase("validating", step)
+        losses: dict[str, float] = {}
+        for key, dataset in self.datasets.items():
+            loss = validation_loss(self.forward_backward, dataset, self.batch_size, self.mesh, may_go_on)
+            if loss is None:
+                break
+            losses[key] = loss
+        is_complete = len(losses) == len(self.datasets)
+        if is_complete:
+            losses = run_on_rank0(lambda: losses)  # decisions that follow from them are the same on all ranks
+            self._validated_step = step
+            self.record.evaluation(step, losses)
+        self.record.phase("training", step)
+        return losses if is_complete else None
+
+
+def _is_due(step: int, last: bool, interval: int) -> bool:
+    return last or (interval > 0 and step > 0 and step % interval == 0)
