@@ -1,4 +1,4 @@
-"""`model=FOLDER`: a Hugging Face folder as the option of the config group `model`; its config.json has the values."""
+"""`model=FOLDER` or `model=hf://ORG/NAME`: a Hugging Face folder as the option of the config group `model`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.config.groups import ConfigValues, check_value, display_path, option_files
+from megalaunch.hub.name import HubError, parse_hub_name
 from megalaunch.schema import SpecProblem
+from megalaunch.schema.remote import is_hub_address
 
 
 def names_folder(override: str, further: Sequence[Path] = ()) -> bool:
-    """Return whether an option is an existing path; a name with an option file is that option."""
-    return exists(override) and not option_files("model", override, further)
+    """Return whether an option is a name on the Hub or an existing path; one with an option file is that option."""
+    return is_hub_address(override) or (exists(override) and not option_files("model", override, further))
 
 
 def exists(path: str) -> bool:
@@ -25,15 +27,18 @@ def exists(path: str) -> bool:
 
 
 def load_model_folder(override: str, where: str, problems: list[SpecProblem]) -> ConfigValues | None:
-    """Return the model section of a Hugging Face folder; None, and every reason as a problem, if it has none.
+    """Return the model section of a Hugging Face folder, on the Hub or here, or None and all problems.
 
     `where` is the origin of the choice, for the problems.
     """
     from megalaunch.importers.huggingface.model_section import ModelFolderError, read_model_section
 
-    folder = Path(override).expanduser()
     try:
-        section = read_model_section(folder, display_path(folder))
+        folder, shown, name = _locate(override)
+        section = read_model_section(folder, shown, name)
+    except HubError as error:
+        problems.append(SpecProblem("model", f"{error.cause}; {error.fix}", where))
+        return None
     except ModelFolderError as error:
         problems += [SpecProblem(p.path, p.message, p.where or where) for p in error.problems]
         return None
@@ -43,6 +48,17 @@ def load_model_folder(override: str, where: str, problems: list[SpecProblem]) ->
         values[f"model.{path}"], found = check_value(f"model.{path}", value)
         problems += [replace(problem, where=positions.get(problem.path, where)) for problem in found]
     return ConfigValues(values, positions, section.notes)
+
+
+def _locate(override: str) -> tuple[Path, str, str]:
+    """Return the folder of a path or a name on the Hub, how messages show it, and the model's name."""
+    if not is_hub_address(override):
+        folder = Path(override).expanduser()
+        return folder, display_path(folder), folder.resolve().name
+    from megalaunch.hub.snapshot import fetch
+
+    snapshot = fetch(parse_hub_name(override, "model"), "config")
+    return snapshot.path, str(snapshot.name), snapshot.name.repo.rpartition("/")[2]
 
 
 def no_weights_note(override: str) -> SpecProblem:

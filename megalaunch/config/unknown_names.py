@@ -10,11 +10,7 @@ from pathlib import Path
 from megalaunch.config.keys import SECTIONS, suggestion
 from megalaunch.config.parallel_names import GRAMMAR, merge_layout_names
 from megalaunch.schema.build import did_you_mean
-from megalaunch.schema.remote import is_address, is_hub_name
-
-_DOWNLOAD = (
-    "download it, and write model=FOLDER for its architecture and checkpoint.load_pretrained=FOLDER for its weights"
-)
+from megalaunch.schema.remote import is_address, is_hub_address, is_hub_name
 
 
 def unknown_key(key: str, value: str = "") -> str:
@@ -56,11 +52,13 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
     if group == "model":
         same = _same_model(name, names)
         if same and is_hub_name(name):
-            return f"{text}, and models are not downloaded; model={same} has its architecture, or {_DOWNLOAD}"
+            return f"{text}; model={same} has its architecture, or {_of_hub(name)}"
+        if is_hub_address(name):
+            return f"{text}: a recipe cannot name a model of the Hub; give it on the command line: model={name}"
         if _exists(name):
             return f"{text}: a recipe cannot name a folder; give it on the command line: model={name}"
         if is_hub_name(name):
-            return f"{text}, and models are not downloaded; if it is a model hub name, {_DOWNLOAD}"
+            return f"{text}; if it is a name on the Hugging Face Hub, {_of_hub(name)}"
         if name.startswith(("/", "./", "../", "~")):
             return f"{text}: the folder does not exist; name a Hugging Face folder with a config.json"
         return f"{text}{f'; did you mean {same!r}?' if same else ''} (available: {', '.join(names)})"
@@ -75,8 +73,14 @@ def unknown_recipe(name: str, names: Sequence[str]) -> str:
     return f"there is no recipe {name!r}{near} (available: {', '.join(names)}; or a path to a .yaml)"
 
 
+def _of_hub(name: str) -> str:
+    return f"write model=hf://{name} for its architecture and checkpoint.load_pretrained=hf://{name} for its weights"
+
+
 def _own_text(name: str) -> str:
     """Return how to name the user's own text, if `data=NAME` can only mean that; else ""."""
+    if is_hub_address(name):
+        return f"for data of the Hugging Face Hub set data.corpus={name}"
     if is_address(name):
         return "data is not downloaded: download it first, then set data.corpus=PATH to the file or folder"
     if _exists(f"{name}.idx"):
@@ -84,7 +88,7 @@ def _own_text(name: str) -> str:
     if _exists(name):
         return f"for text of your own set data.corpus={name}"
     if is_hub_name(name):
-        return f"data is not downloaded: if {name} is a dataset hub name, download it first, then set data.corpus=PATH"
+        return f"if {name} is a dataset of the Hugging Face Hub, set data.corpus=hf://datasets/{name}"
     return f"for text of your own set data.corpus={name}" if re.search(r"[/.*~]", name) else ""
 
 

@@ -64,6 +64,7 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
         ("length", _length(spec, train_tokens)),
         ("data", _data(spec)),
         *overrides_row(spec),
+        *(("from the Hub" if index == 0 else "", name) for index, name in enumerate(spec.run.hub_revisions)),
         ("run", str(spec.run.directory)),
     ]
     return "\n".join(table_lines(rows))

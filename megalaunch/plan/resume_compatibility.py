@@ -36,6 +36,8 @@ CHANGEABLE = (
     "train.loss_chunks",
     "train.exit_at_step",
     "train.validation_interval",
+    "train.early_stopping.",
+    "data.validation_sets",
     "train.max_zero_grad_steps",
     "train.check_for_spiky_loss",
     "train.spiky_loss_factor",
@@ -115,21 +117,30 @@ def _changeable(path: str) -> bool:
 def _same_preparation(new: RunSpec, stored: RunSpec, path: str, now: str | None, before: str | None) -> bool:
     made_of = (new.data.corpus, new.data.sft_data)
     if any(made_of) and made_of == (stored.data.corpus, stored.data.sft_data):
-        if now is None or before is None:  # not prepared yet
+        if now is None or before is None or new.data.train_prefix is None:  # not prepared yet
             return True
         return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
     if now is None:  # the launcher splits one prefix between training and validation
         return path == "data.validation_prefix" and before == stored.data.train_prefix
-    return before is not None and Path(before) in (_absolute(now), _absolute(now) / "tokenizer.json")
+    return before is not None and _files(Path(before)) in (
+        _files(_absolute(now)),
+        _files(_absolute(now) / "tokenizer.json"),
+    )
 
 
 def _same_path(now: str | None, before: str | None) -> bool:
-    return now is not None and before is not None and _absolute(now) == _absolute(before)
+    return now is not None and before is not None and _files(_absolute(now)) == _files(_absolute(before))
+
+
+def _files(path: Path) -> Path:
+    """Return the part of a path that says which files it names: of the Hub's cache, repository and commit."""
+    at = next((index for index, part in enumerate(path.parts) if part.startswith(("models--", "datasets--"))), 0)
+    return Path(*path.parts[at:])
 
 
 def _ingredients(entries: tuple[str, ...]) -> list[tuple[float | None, Path]]:
     parts = [blend_entry(entry) for entry in entries]
-    return [(None if weight is None else float(weight), _absolute(prefix)) for weight, prefix in parts]
+    return [(None if weight is None else float(weight), _files(_absolute(prefix))) for weight, prefix in parts]
 
 
 def _absolute(path: str) -> Path:

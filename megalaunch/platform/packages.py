@@ -64,6 +64,7 @@ OPTIONAL = (
     Package("orjson", "data", "preprocess reads jsonl faster"),
     Package("zstandard", "data", "preprocess reads .zst files"),
     Package("pyarrow", "data", "preprocess reads parquet"),
+    Package("huggingface_hub", "hub", "models, tokenizers and data of the Hugging Face Hub"),
     Package("nltk", "", "preprocess --split-sentences"),
     Package("transformers", "parity", "convert compares with transformers' own model"),
     Package("lm-eval", "lm-eval", "evaluate --task"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megalaunch.plan.resolve import resolve as resolve_on
 from megalaunch.platform.detect import detect_machine
+from megalaunch.runs.hub_names import fetch_hub_files, pin_hub_names
 from megalaunch.runs.prepared_data import apply_prepared
 from megalaunch.schema import RunSpec
 
@@ -22,11 +23,13 @@ def compose(overrides: Sequence[str] = ()) -> RunSpec:
 
     Raises:
         ConfigError: It lists every problem of the overrides and of the files that they name.
+        HubError: A name on the Hugging Face Hub cannot be used.
     """
     from megalaunch.config.compose import compose as composed  # Hydra is only for specs that are composed
 
     composition = composed(overrides)
-    return resolve_on(composition.spec, detect_machine(), composition.choices.get("recipe")).spec
+    spec = resolve_on(composition.spec, detect_machine(), composition.choices.get("recipe")).spec
+    return pin_hub_names(spec, composition.choices.get("model", ""))
 
 
 def resolve(spec: RunSpec) -> RunSpec:
@@ -43,8 +46,11 @@ def prepare_data(spec: RunSpec, report: Callable[[str], None] = lambda line: Non
 
     Raises:
         DataError: The data or the tokenizer cannot be used.
+        HubError: A name on the Hugging Face Hub cannot be used.
         ValueError: `model.vocab_size` is smaller than the tokenizer's vocabulary.
     """
     from megalaunch.data.prepare import prepare
 
-    return apply_prepared(spec, prepare(spec.data, spec.tokenizer, report), spec.model.vocab_size)
+    spec = pin_hub_names(spec)
+    local = fetch_hub_files(spec, begun=False, say=report)
+    return apply_prepared(spec, prepare(local.data, local.tokenizer, report), spec.model.vocab_size)

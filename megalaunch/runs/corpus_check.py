@@ -18,12 +18,14 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
     A note is added for each file that is skipped in a dataset folder. Files are found as by the preparation of data.
     """
     from megalaunch.schema.data import STANDARD_LIBRARY
-    from megalaunch.schema.remote import is_address
+    from megalaunch.schema.remote import is_address, is_hub_address
 
     found = []
     for key in ("corpus", "sft_data"):
         source = getattr(spec.data, key)
-        if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/launching.py reports addresses
+        if source is None or source == STANDARD_LIBRARY or is_hub_address(source):
+            continue
+        if is_address(source):  # rules/launching.py reports it
             continue
         origin = origins.get(f"data.{key}") if origins else None
         where = origin.where if origin and origin.kind != "default" else ""
@@ -41,7 +43,7 @@ def _find_documents(source: str, json_key: str) -> tuple[Severity, list[str]]:
         corpus = find_corpus(source, json_key)
         size = corpus.size()
     except DataError as error:
-        hint = "; of a data set on a hub download the files first, and name their folder" if is_hub_name(source) else ""
+        hint = f"; a dataset of the Hugging Face Hub is hf://{source}" if is_hub_name(source) else ""
         return "error", [(f"{error.file}: {error.cause}" if error.file is not None else error.cause) + hint]
     except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, no such home
         return "error", [f"{source}: {error}"]

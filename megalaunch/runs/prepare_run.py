@@ -49,37 +49,38 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     Args:
         starts: the run starts on this machine now, so it must match the spec.
     """
-    from megalaunch.config.compose import compose
-    from megalaunch.config.errors import ConfigError
+    from megalaunch.hub.name import HubError
     from megalaunch.launch.directory import RunDirectoryError, decide, inspect_run
-    from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.branch import pin_branch
-    from megalaunch.runs.errors import fail, refuse
+    from megalaunch.runs.errors import fail
+    from megalaunch.runs.hub_names import pin_hub_names, pin_model_option
     from megalaunch.runs.required_packages import require_training_packages
     from megalaunch.runs.several_nodes import start_of
     from megalaunch.schema import SpecError
 
-    try:
-        composition = compose(overrides)
-    except ConfigError as error:
-        refuse(problems_text(error.problems))
+    composition = _compose(overrides)
     machine = detect_machine()
     recipe = composition.choices.get("recipe")
     resolution = resolve(composition.spec, machine, recipe)
-    spec = resolution.spec
-    directory = RunDirectory(Path(str(spec.run.directory)))
+    directory = RunDirectory(Path(str(resolution.spec.run.directory)))
     try:
         state = inspect_run(directory)
     except RunDirectoryError as error:
         refuse_directory(error)
     except SpecError as error:
         fail(f"{error}\nfix:  name another run.directory")
+    model = composition.choices.get("model", "")
     if state.stored is not None:
+        composition = _compose(pin_model_option(overrides, model, state.stored) or overrides)
         resolution = resolve(composition.spec, machine, recipe, state.stored)
-    spec = pin_branch(resolution.spec, state.stored)
+    try:
+        spec = pin_hub_names(resolution.spec, composition.choices.get("model", ""), state.stored)
+    except HubError as error:
+        fail(str(error))
+    spec = pin_branch(spec, state.stored)
     try:
         start = start_of(spec, machine.allocation) if starts else "hand"
         planned = PreparedRun(
@@ -91,6 +92,19 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
         require_training_packages()
     _check(planned, starts)
     return planned
+
+
+def _compose(overrides: list[str]) -> Composition:
+    """Compose the overrides; end the command with every problem of them."""
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.report import problems_text
+    from megalaunch.runs.errors import refuse
+
+    try:
+        return compose(overrides)
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
 
 
 def _check(planned: PreparedRun, starts: bool) -> None:
@@ -173,15 +187,20 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
     """
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import prepare
+    from megalaunch.hub.name import HubError
     from megalaunch.launch.heartbeat import Heartbeat
     from megalaunch.plan.report import findings_text
     from megalaunch.plan.resume_compatibility import incompatible_changes
     from megalaunch.runs.epoch_check import check_epochs
     from megalaunch.runs.errors import fail, refuse
+    from megalaunch.runs.hub_names import fetch_hub_files
 
     try:
         with Heartbeat(say) as heartbeat:
-            prepared = prepare(planned.spec.data, planned.spec.tokenizer, heartbeat.say)
+            local = fetch_hub_files(planned.spec, bool(planned.state.checkpoints), heartbeat.say)
+            prepared = prepare(local.data, local.tokenizer, heartbeat.say)
+    except HubError as error:
+        fail(str(error), ExitCode.DATA)
     except DataError as error:
         fail(str(error), ExitCode.DATA)
     spec = _apply_prepared(planned, prepared)

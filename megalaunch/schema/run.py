@@ -18,3 +18,6 @@ class RunSection:
         "auto",
         "auto: continue from the newest valid checkpoint; never: refuse an existing run; required: refuse a new one.",
     )
+    hub_revisions: tuple[str, ...] = setting(
+        (), "Keys given as names on the Hugging Face Hub, each `KEY=hf://ORG/NAME@COMMIT`; set when the run starts."
+    )

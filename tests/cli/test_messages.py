@@ -97,8 +97,8 @@ def test_a_repeated_key_is_a_warning(command):
 
 @pytest.mark.parametrize("key", ["data.corpus", "tokenizer.path", "checkpoint.load_pretrained"])
 def test_names_on_hubs_are_distinguished_from_paths(key):
-    assert "download" in invoke("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
-    assert "download" not in invoke("validate-config", "recipe=quickstart", f"{key}=nothing")[1]
+    assert "hf://" in invoke("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
+    assert "hf://" not in invoke("validate-config", "recipe=quickstart", f"{key}=nothing")[1]
 
 
 def test_train_warns_of_a_repeated_key(tmp_path):

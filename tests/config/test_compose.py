@@ -116,7 +116,7 @@ def test_all_problems_come_at_once_with_their_places():
         ("data=/path/to/text", "data", "for text of your own set data.corpus=/path/to/text"),
         ("data=texts/*.txt", "data", r"set data.corpus=texts/\*.txt"),
         ("data=https://a.example/b.txt", "data", "data is not downloaded: download it first"),
-        ("data=roneneldan/TinyStories", "data", "data is not downloaded"),
+        ("data=roneneldan/TinyStories", "data", "set data.corpus=hf://datasets/roneneldan/TinyStories"),
         (
             "model=meta-llama/Llama-3.1-8B-Instruct",
             "model",

@@ -33,7 +33,10 @@ WITHOUT = {
 }
 # Keys that are not for a run: they name it, start it or plan it.
 # (parallel.overlap_p2p_comm: torch's interleaved schedules send without waiting, always; a plan compares both.)
-ELSEWHERE = {"cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_p2p_comm"}
+ELSEWHERE = {
+    *("cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_p2p_comm"),
+    "run.hub_revisions",  # of the launcher, which pins the names of a resume by it
+}
 
 
 def sections_of(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:

@@ -240,9 +240,9 @@ def test_all_problems_are_said_at_once(here):
         (("hf/config.json",), "hf/config.json", "is a file; name the folder: model=hf$"),
         (("hf/weights.bin",), "hf/weights.bin", "is a file; name a Hugging Face folder"),
         ((), "./hf", "the folder does not exist; name a Hugging Face folder"),
-        ((), "meta-llama/Llama-3.2-1B", "models are not downloaded; model=llama32_1b has its architecture, "
-         "or download it, and write model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
-        ((), "nobody/Unheard-Of-3B", "models are not downloaded.* model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
+        ((), "meta-llama/Llama-3.2-1B", "; model=llama32_1b has its architecture, "
+         "or write model=hf://meta-llama/Llama-3.2-1B .* checkpoint.load_pretrained=hf://meta-llama/Llama-3.2-1B"),
+        ((), "nobody/Unheard-Of-3B", "write model=hf://nobody/Unheard-Of-3B .* checkpoint.load_pretrained=hf://"),
         ((), "x" * 5000, "there is no model="),
         ((), "x\0y", "there is no model="),
     ],

@@ -31,11 +31,12 @@ def test_data_may_be_open_unless_mock_tokens_are_refused():
 def test_addresses_and_names_on_hubs_are_no_paths():
     (finding,) = findings("data.corpus=https://a.example/texts/b.jsonl?download=1")
     assert (finding.rule, finding.severity, finding.path) == ("run.local_paths", "error", "data.corpus")
-    assert finding.message.endswith("nothing is downloaded: fetch it first, then give its path, data.corpus=b.jsonl")
-    (finding,) = [f for f in findings("checkpoint.load_pretrained=hf://a/b") if f.rule == "run.local_paths"]
+    assert finding.message.endswith("which is not downloaded: fetch it first, then give its path, data.corpus=b.jsonl")
+    (finding,) = [f for f in findings("checkpoint.load_pretrained=s3://a/b") if f.rule == "run.local_paths"]
     assert finding.message.endswith("checkpoint.load_pretrained=b")
+    assert findings("checkpoint.load_pretrained=hf://a/b", "tokenizer.path=hf://a/b", "data.corpus=hf://a/b") == []
     (finding,) = findings("tokenizer.path=meta-llama/Llama-3.1-8B")
-    assert "download the tokenizer.json of a hub model first" in finding.message
+    assert "a tokenizer of the Hugging Face Hub is hf://" in finding.message
 
 
 def test_a_learning_rate_that_is_far_too_high_has_a_fix():

@@ -41,7 +41,15 @@ def test_every_message_names_an_extra_that_exists():
 
 def test_all_has_what_runs_on_any_machine():
     [requirement] = EXTRAS["all"]
-    assert set(re.findall(r"[\w-]+", requirement.partition("[")[2])) == set(EXTRAS) - {"all", "te", "dev", "parity"}
+    included = set(re.findall(r"[\w-]+", requirement.partition("[")[2]))
+    assert included == set(EXTRAS) - {"all", "lts", "te", "dev", "parity"}
+
+
+def test_lts_pins_the_oldest_version_of_each_package_for_training():
+    minimum = dict(requirement.split(">=") for requirement in EXTRAS["train"])
+    pinned = dict(requirement.split("==") for requirement in EXTRAS["lts"])
+    assert pinned.keys() == minimum.keys()
+    assert all(f"{version}.".startswith(f"{minimum[name]}.") for name, version in pinned.items())
 
 
 def test_the_conda_environment_names_a_supported_python_and_extras_that_exist():

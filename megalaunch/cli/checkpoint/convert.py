@@ -26,7 +26,9 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @app.command("import", cls=ParametersCommand)
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors, or hf://ORG/NAME.")
+    ],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
 ) -> None:
     """Convert a Hugging Face folder to a checkpoint, and verify that both give the same logits.
@@ -34,6 +36,9 @@ def import_(
     Tensors are converted one at a time and keep their dtype. If anything cannot be converted exactly, all reasons are
     listed and nothing is written.
     """
+    from megalaunch.runs.hub_paths import local_model
+
+    folder = local_model(folder)
     _require(folder, "a Hugging Face folder, with config.json and safetensors", "config.json")
     with _convert_errors():
         from megalaunch.engine import api

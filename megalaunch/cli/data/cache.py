@@ -21,12 +21,14 @@ def cache(
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import data_overrides, prepare
     from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+    from megalaunch.hub.name import HubError
     from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.epoch_check import check_epochs
     from megalaunch.runs.errors import fail, refuse
+    from megalaunch.runs.hub_names import fetch_hub_files, pin_hub_names
     from megalaunch.schema import with_values
 
     try:
@@ -36,10 +38,12 @@ def cache(
     spec = resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec
     started = time.monotonic()
     try:
-        prepared = prepare(spec.data, spec.tokenizer, typer.echo)
+        spec = pin_hub_names(spec)
+        local = fetch_hub_files(spec, begun=True, say=typer.echo)
+        prepared = prepare(local.data, local.tokenizer, typer.echo)
         spec = with_values(spec, data_overrides(prepared))
         training, validation = build_train_dataset(spec), build_valid_dataset(spec)
-    except DataError as error:
+    except (DataError, HubError) as error:
         fail(str(error), ExitCode.DATA)
     typer.echo(f"training: {len(training):,} samples of {spec.batch.sequence_length:,} tokens")
     typer.echo(f"validation: {0 if validation is None else len(validation):,} rows")

@@ -58,19 +58,29 @@ def example_commands(folder: Path) -> list[str]:
     return ["for example, here:", *(f"  {shlex.join(['megalaunch', *command])}" for command in commands)]
 
 
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUTS",
+        help="Files, folders or globs of jsonl, parquet, arrow or text; hf://datasets/ORG/NAME; - is stdin.",
+    ),
+]
+TokenizerFile = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE|DIR",
+        help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks, or hf://ORG/NAME.",
+    ),
+]
+
 preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @preprocess.command(cls=MegatronCommand)
 def run(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(metavar="INPUTS", help="Files, folders or globs of jsonl, parquet, arrow or text; - is stdin."),
-    ],
+    inputs: Inputs,
     output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
-    tokenizer: Annotated[
-        Path, typer.Option(help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks.")
-    ],
+    tokenizer: TokenizerFile,
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
     tiktoken_pattern: Annotated[str, typer.Option(help="Pattern of Megatron's JSON tiktoken ranks: v1 or v2.")] = "v2",
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of these ranks, with special tokens.")] = 1 << 17,
@@ -104,8 +114,10 @@ def run(
     log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
 ) -> None:
     """Tokenize text into .bin and .idx files in Megatron's format. Megatron's options work too."""
+    from megalaunch.runs.hub_paths import local_data, local_tokenizer
+
     settings = Settings(
-        tokenizer=tokenizer.expanduser(),
+        tokenizer=local_tokenizer(tokenizer),
         merges=merges,
         tiktoken=TiktokenOptions(tiktoken_pattern, vocab_size, tiktoken_num_special_tokens),
         workers=workers or len(os.sched_getaffinity(0)),
@@ -121,7 +133,7 @@ def run(
         record_bytes=int(max_record_mb * 1e6),
         checkpoint_seconds=checkpoint_every,
     )
-    _preprocess(inputs, output_prefix.expanduser(), settings, log_interval)
+    _preprocess(local_data(inputs), output_prefix.expanduser(), settings, log_interval)
 
 
 def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:

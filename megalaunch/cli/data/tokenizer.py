@@ -20,7 +20,10 @@ app = typer.Typer(
 
 @app.command(cls=ParametersCommand)
 def train(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs.")],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs, hf://datasets/ORG/NAME."),
+    ],
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
     vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size in tokens.")] = 32_000,
     json_key: Annotated[
@@ -35,10 +38,11 @@ def train(
     from megalaunch.data.train_tokenizer import train_tokenizer_on
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import refuse
+    from megalaunch.runs.hub_paths import local_data
 
     try:
         trained, characters = train_tokenizer_on(
-            inputs, tuple(json_key or ["text"]), vocab_size, output.expanduser(), max_mb
+            local_data(inputs), tuple(json_key or ["text"]), vocab_size, output.expanduser(), max_mb
         )
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
@@ -51,7 +55,7 @@ def train(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A tokenizer file of any supported kind, or its folder.")],
+    path: Annotated[Path, typer.Argument(help="A tokenizer file of any supported kind, its folder, or hf://ORG/NAME.")],
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
     text: Annotated[str | None, typer.Option(help="Show how this text is tokenized.")] = None,
 ) -> None:
@@ -63,7 +67,9 @@ def inspect(
     from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import refuse
+    from megalaunch.runs.hub_paths import local_tokenizer
 
+    path = local_tokenizer(path)
     try:
         loaded = load_tokenizer(path, merges)
     except DataError as error:

@@ -20,19 +20,28 @@ from megalaunch.rundir.outcome import ExitCode
 if TYPE_CHECKING:
     from megalaunch.engine.api import Score, TaskScore
 
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|CHECKPOINT|HF_DIR",
+        help="A run, a checkpoint, a Hugging Face folder, or hf://ORG/NAME.",
+    ),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PREFIX|TEXTS",
+        help="Token files; a file, folder or glob of texts; hf://datasets/ORG/NAME; may be repeated.",
+    ),
+]
 NoBos = Annotated[
     bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
 ]
 
 
 def evaluate(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PREFIX|TEXTS", help="Token files, or a file, folder or glob of texts; may be repeated."),
-    ] = None,
+    source: Source,
+    data: Data = None,
     layout: Annotated[
         list[str] | None,
         typer.Argument(metavar="[LAYOUT]...", help="Parallel layout over local workers, e.g. parallel=tp2pp2."),
@@ -63,7 +72,9 @@ def evaluate(
     The loss is computed as the validation loss of a run. Overrides such as `parallel=tp2` shard the model over workers
     on this machine, as in `train`.
     """
-    source = source.expanduser()
+    from megalaunch.runs.hub_paths import local_data, local_model
+
+    source, data = local_model(source), local_data(data or [])
     _check(source, data, layout, task, include_path)
     show = _Table(json)
     with _fail_on_errors():

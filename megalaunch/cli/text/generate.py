@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from megalaunch.engine.api import GenerateJob, GenerationRequest, ModelSource
 
 Source = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, a Hugging Face folder, or hf://ORG/NAME."
+    ),
 ]
 Layout = Annotated[
     list[str] | None,
@@ -93,8 +96,9 @@ def generate(
     from megalaunch.cli.text.output import JsonlOutput, TextOutput
     from megalaunch.importers.huggingface.folder import gguf_refusal
     from megalaunch.runs.errors import fail
+    from megalaunch.runs.hub_paths import local_model
 
-    source = source.expanduser()
+    source = local_model(source)
     if source.suffix == ".gguf" and source.is_file():
         fail(gguf_refusal(source))
     if not source.is_dir():

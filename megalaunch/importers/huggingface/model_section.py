@@ -108,9 +108,15 @@ class ModelSection:
     notes: tuple[str, ...]
 
 
-def read_model_section(folder: Path, shown: str) -> ModelSection:
-    """Read a folder's model section; `shown` is the folder's name in messages. Raises ModelFolderError."""
-    config_shown = str(Path(shown) / CONFIG)
+def read_model_section(folder: Path, shown: str, name: str | None = None) -> ModelSection:
+    """Read a folder's model section. Raises ModelFolderError.
+
+    Args:
+        folder: The folder.
+        shown: Its name in messages.
+        name: The model's name; None: the folder's.
+    """
+    config_shown = f"{shown.rstrip('/')}/{CONFIG}"
     try:
         refused = other_format(folder) or _no_config(folder, shown)
         text = "" if refused else read_text(folder / CONFIG)
@@ -123,7 +129,7 @@ def read_model_section(folder: Path, shown: str) -> ModelSection:
     by_key = key_positions(text)
     notes: list[str] = []
     try:
-        model = from_hf_config(config, folder.resolve().name, notes)
+        model = from_hf_config(config, name or folder.resolve().name, notes)
     except FamilyError as error:
         raise ModelFolderError([_locate(problem, by_key, config_shown) for problem in error.problems]) from error
     values = dict(_leaves(asdict(model)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples
-from megalaunch.schema.remote import is_hub_name
+from megalaunch.schema.remote import is_hub_address, is_hub_name
 
 _LONG = 1000  # steps without a checkpoint that deserve a warning
 
@@ -27,11 +27,13 @@ register_inert(
 
 @rule("checkpoint.load_pretrained", "checkpoint.load_pretrained exists on this machine.")
 def load_pretrained(at: RuleContext) -> Iterator[Violation]:
-    """It is a Hugging Face folder, a checkpoint or a run directory."""
+    """It is a Hugging Face folder, a checkpoint or a run directory; a name on the Hub is downloaded by a launch."""
     source = at.spec.checkpoint.load_pretrained
     known = ("config.json", "manifest.json", "checkpoints")
-    if source is not None and not any((Path(source).expanduser() / name).exists() for name in known):
-        hint = "; download the folder of a hub model first, then give its path" if is_hub_name(source) else ""
+    if source is None or is_hub_address(source):
+        return
+    if not any((Path(source).expanduser() / name).exists() for name in known):
+        hint = f"; a model of the Hugging Face Hub is hf://{source}" if is_hub_name(source) else ""
         yield Violation(
             "checkpoint.load_pretrained",
             f"{source} is not a Hugging Face folder (config.json), checkpoint or run directory on this machine{hint}",

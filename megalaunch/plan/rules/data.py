@@ -10,7 +10,7 @@ from megalaunch.plan.findings import as_override
 from megalaunch.plan.rules.no_effect import defaults
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.schema.data import HOW_TO_NAME_DATA, DataSpec, named_sources
-from megalaunch.schema.remote import is_hub_name
+from megalaunch.schema.remote import is_hub_address, is_hub_name
 
 
 def _absent(keys: Iterable[str]) -> dict[str, Any]:
@@ -78,6 +78,8 @@ def validation_twice(at: RuleContext) -> Iterator[Violation]:
 def tokens_exist(at: RuleContext) -> Iterator[Violation]:
     """A prefix is the common path of both files."""
     for key, prefix in dict.fromkeys(_prefixes(at.spec.data)):
+        if is_hub_address(prefix):
+            continue
         missing = [end for end in (".bin", ".idx") if not _is_file(f"{prefix}{end}")]
         if missing:
             files = " and ".join(f"{prefix}{end}" for end in missing)
@@ -102,12 +104,12 @@ def stored_ids(at: RuleContext) -> Iterator[Violation]:
 
 @rule("tokenizer.path", "tokenizer.path exists on this machine.")
 def tokenizer_path(at: RuleContext) -> Iterator[Violation]:
-    """It is a tokenizer.json, or a folder with one."""
+    """It is a tokenizer.json, or a folder with one; a name on the Hub is downloaded by a launch."""
     path = at.spec.tokenizer.path
-    if path is not None and not (_is_file(path) or _is_file(f"{path}/tokenizer.json")):
+    if path is not None and not is_hub_address(path) and not (_is_file(path) or _is_file(f"{path}/tokenizer.json")):
         message = f"there is no {path} on this machine"
         if is_hub_name(path):
-            message += "; download the tokenizer.json of a hub model first, then give its path"
+            message += f"; a tokenizer of the Hugging Face Hub is hf://{path}"
         yield Violation("tokenizer.path", message, severity=at.pre_launch_severity)
 
 
@@ -131,7 +133,9 @@ def _prefixes(data: DataSpec) -> Iterator[tuple[str, str]]:
         prefix = getattr(data, key)
         if prefix:
             yield key, prefix
-    for key, entries in (("blend", data.blend), ("validation_blend", data.validation_blend)):
+    sets = tuple(entry.strip().partition(" ")[2] for entry in data.validation_sets)
+    blends = (("blend", data.blend), ("validation_blend", data.validation_blend), ("validation_sets", sets))
+    for key, entries in blends:
         for entry in entries:
             prefix = blend_entry(entry)[1]
             if prefix:

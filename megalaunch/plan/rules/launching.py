@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 from megalaunch.plan.findings import as_override
-from megalaunch.plan.rules.data import blend_entry
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.supported import unsupported
 from megalaunch.platform.chips import CHIPS
@@ -123,6 +122,7 @@ _PATHS = (
     "data.validation_prefix",
     "data.blend",
     "data.validation_blend",
+    "data.validation_sets",
     "data.cache_directory",
     "tokenizer.path",
     "checkpoint.load_pretrained",
@@ -131,17 +131,17 @@ _PATHS = (
 )
 
 
-@rule("run.local_paths", "Data, tokenizers, weights and run directories are local paths.")
+@rule("run.local_paths", "Data, tokenizers, weights and run directories are local, or names on the Hugging Face Hub.")
 def local_paths(at: RuleContext) -> Iterator[Violation]:
-    """Nothing is downloaded or uploaded: a run that depends on a server would not be reproducible."""
+    """Only names on the Hub, `hf://...`, are downloaded: a commit of theirs never changes."""
     for key in _PATHS:
         value = value_at(at.spec, key)
-        paths = [blend_entry(entry)[1] for entry in value] if isinstance(value, tuple) else [value]
+        paths = [entry.split(" ")[-1] for entry in value] if isinstance(value, tuple) else [value]
         for address in (path for path in paths if path is not None and is_address(path)):
             name = address.split("?")[0].rstrip("/").rpartition("/")[2] or "PATH"
             yield Violation(
                 key,
-                f"{address} is a URL, and nothing is downloaded: fetch it first, then give its path, {key}={name}",
+                f"{address} is a URL, which is not downloaded: fetch it first, then give its path, {key}={name}",
                 {"address": address},
             )
             break

@@ -11,6 +11,7 @@ from pathlib import Path
 from megalaunch.config.compose import Composer, Composition
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.search_space import Values
+from megalaunch.hub.name import HubError
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.report import problems_as_findings
@@ -19,10 +20,11 @@ from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.platform.detect import Machine, detect_machine
 from megalaunch.runs.branch import check_branch, pin_branch
 from megalaunch.runs.corpus_check import check_corpus
+from megalaunch.runs.hub_names import pin_hub_names
 from megalaunch.runs.sweep.folder import Definition, Metric, Sampler, SweepFolder
 from megalaunch.runs.sweep.overrides import SweepOverrides
 from megalaunch.runs.sweep.sampling import grid, random_points
-from megalaunch.schema import RunSpec, with_values
+from megalaunch.schema import RunSpec, SpecProblem, with_values
 from megalaunch.schema.data import DataSpec
 
 _DRAWS_PER_TRIAL = 20  # draws per requested trial, invalid points included
@@ -76,7 +78,11 @@ class PointValidator:
         except ConfigError as error:
             return ValidatedPoint(number, values, None, None, tuple(problems_as_findings(error.problems)))
         resolution = resolve(composition.spec, self._machine, composition.choices.get("recipe"))
-        spec = pin_branch(resolution.spec)
+        try:
+            spec = pin_branch(pin_hub_names(resolution.spec, composition.choices.get("model", "")))
+        except HubError as error:
+            problem = SpecProblem("sweep", f"{error.cause}; {error.fix}")
+            return ValidatedPoint(number, values, None, None, tuple(problems_as_findings([problem])))
         with suggestions_disabled():  # a sweep tries other values anyway
             findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
         findings += [*resolution.notes, *problems_as_findings(composition.repeated, "warning")]

@@ -23,6 +23,7 @@ from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import incompatible_changes
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.runs.errors import fail, refuse
+from megalaunch.runs.hub_names import pin_hub_names
 from megalaunch.runs.prepare_run import PreparedRun, prepare_data
 from megalaunch.runs.sweep.display import SweepDisplay, open_sweep_display
 from megalaunch.runs.sweep.folder import SweepFolderError, open_folder, record_started, started_trials
@@ -206,7 +207,9 @@ class _TrialRunner:
         directory, machine = self._planned.request.folder.trial(point.number), self._planned.machine
         state, spec = inspect_run(directory), point.spec
         if state.stored is not None:
-            spec = resolve(point.composition.spec, machine, point.composition.choices.get("recipe"), state.stored).spec
+            choices = point.composition.choices
+            spec = resolve(point.composition.spec, machine, choices.get("recipe"), state.stored).spec
+            spec = pin_hub_names(spec, choices.get("model", ""), state.stored)
             if changes := incompatible_changes(spec, state.stored):
                 raise _TrialNotStarted(ExitCode.CONFIGURATION, f"its recipe changed: {changes[0].message}")
         planned = PreparedRun(point.composition, spec, machine, directory, state, decide(state, spec))
