@@ -50,11 +50,15 @@ def wait_for_launch(
     """
     limits = limits or Limits()
     announced = _first_answer(place, say, limits)
-    _require_shared(directory, place, limits, lambda: launch_id(directory) == announced.launch_id)
+    while not _sees_launch(directory, announced.launch_id, limits):
+        if _still_announced(place, announced.launch_id, limits):
+            raise _not_shared(directory, place)
+        announced = _first_answer(place, say, limits)  # that launch has ended, and its node 0 starts again
     while announced.spec is None:
         time.sleep(limits.poll)
         announced = _next_answer(place, announced.launch_id, limits)
-    _require_shared(directory, place, limits, lambda: spec_hash(directory) == announced.spec)
+    if not _is_seen(directory, limits, lambda: spec_hash(directory) == announced.spec):
+        raise _not_shared(directory, place)
 
 
 def _first_answer(place: NodePlace, say: Callable[[str], None], limits: Limits) -> Announced:
@@ -98,18 +102,36 @@ def _next_answer(place: NodePlace, launch: str, limits: Limits) -> Announced:
     return announced
 
 
-def _require_shared(directory: RunDirectory, place: NodePlace, limits: Limits, is_seen: Callable[[], bool]) -> None:
-    """Wait until a file of node 0 is seen on this node; raises JoinError if the directory is not shared."""
+def _sees_launch(directory: RunDirectory, launch: str, limits: Limits) -> bool:
+    return _is_seen(directory, limits, lambda: launch_id(directory) == launch)
+
+
+def _still_announced(place: NodePlace, launch: str, limits: Limits) -> bool:
+    try:
+        return read_announcement(place, limits.answer / 2).launch_id == launch
+    except TimeoutError:  # a machine under load
+        return True
+    except (OSError, NotAnnounced):
+        return False
+
+
+def _is_seen(directory: RunDirectory, limits: Limits, condition: Callable[[], bool]) -> bool:
+    """Wait until a file of node 0 is seen on this node; return whether it is."""
     deadline = time.monotonic() + limits.share
-    while not is_seen():
+    while not condition():
         if time.monotonic() > deadline:
-            raise JoinError(
-                f"{directory.root} on node {place.rank} ({socket.gethostname()}) is not node 0's: all nodes must share "
-                "the run directory; set run.directory to a path on a shared file system"
-            )
+            return False
         time.sleep(limits.poll)
         if directory.root.is_dir():
             list(directory.root.iterdir())  # NFS looks again for files that it has reported as absent
+    return True
+
+
+def _not_shared(directory: RunDirectory, place: NodePlace) -> JoinError:
+    return JoinError(
+        f"{directory.root} on node {place.rank} ({socket.gethostname()}) is not node 0's: all nodes must share "
+        "the run directory; set run.directory to a path on a shared file system"
+    )
 
 
 def _reason(error: OSError) -> str:

@@ -37,6 +37,7 @@ class Job:
         directory: the directory of the work, seen by all nodes; absolute.
         working_directory: of the command; absolute.
         settings: the `launcher` section.
+        device_resource: the accelerators as a resource of Kubernetes; "": none, or no name is known.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Job:
     directory: Path
     working_directory: Path
     settings: LauncherSpec
+    device_resource: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class JobStatus:
         reason: why it is in this state, in the scheduler's words; "" without one.
         nodes: names of its nodes; "" before it has some.
         restarts: how often it was queued again.
+        exit_code: of the command, once it has ended; None: not known to the scheduler.
     """
 
     phase: Phase
@@ -64,6 +67,7 @@ class JobStatus:
     reason: str = ""
     nodes: str = ""
     restarts: int = 0
+    exit_code: int | None = None
 
     def __str__(self) -> str:
         details = [self.reason, f"on {self.nodes}" if self.nodes else ""]
@@ -95,3 +99,9 @@ class Launcher(Protocol):
 
     def output(self, record: JobRecord) -> list[Path]:
         """Return the files with the output of the job's commands, as far as they exist."""
+
+    def new_lines(self, record: JobRecord) -> list[str]:
+        """Return what node 0 has printed since the last call, for machines that do not see the run directory.
+
+        [] where every machine that submits a job sees it. Raises LauncherError.
+        """

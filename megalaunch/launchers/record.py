@@ -15,23 +15,25 @@ class JobRecord:
 
     Attributes:
         launcher: `launcher.name` of the job.
-        id: of the scheduler; of the process that holds the job, where there is no scheduler.
+        id: the number or name that the scheduler gave; of the process that holds the job, where there is no scheduler.
         name: the job's.
         nodes: number of nodes.
         submitted: seconds since 1970.
         host: the machine on which it was submitted.
         started: start of the process `id`, in clock ticks since boot; 0: `id` is not a process.
         output: the file with the output of the job's commands.
+        options: of the scheduler's client, such as the name of the cluster that has the job.
     """
 
     launcher: str
-    id: int
+    id: int | str
     name: str
     nodes: int
     submitted: float
     host: str
     output: str
     started: int = 0
+    options: tuple[str, ...] = ()
 
 
 def write_record(path: Path, record: JobRecord) -> None:
@@ -42,6 +44,7 @@ def write_record(path: Path, record: JobRecord) -> None:
 def read_record(path: Path) -> JobRecord | None:
     """Return a record; None if there is no readable one."""
     try:
-        return JobRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return JobRecord(**{**values, "options": tuple(values.get("options", ()))})
+    except (OSError, ValueError, TypeError, AttributeError):
         return None

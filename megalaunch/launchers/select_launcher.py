@@ -19,4 +19,8 @@ def select_launcher(name: str) -> Launcher:
         from megalaunch.launchers.ssh.launcher import SshLauncher
 
         return SshLauncher()
+    if name == "kubernetes":
+        from megalaunch.launchers.kubernetes.launcher import KubernetesLauncher
+
+        return KubernetesLauncher()
     raise LauncherError(f"there is no launcher {name!r} for other machines")

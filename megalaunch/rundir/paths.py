@@ -81,6 +81,11 @@ class RunDirectory:
         return self.root / "job.sbatch"
 
     @property
+    def manifest(self) -> Path:
+        """The manifest of the newest job of Kubernetes."""
+        return self.root / "job.yaml"
+
+    @property
     def logs(self) -> Path:
         """Logs: one file per rank, and the agent's."""
         return self.root / "logs"

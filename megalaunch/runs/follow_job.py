@@ -27,6 +27,7 @@ _MOST_SECONDS = 30.0
 _SOON_SECONDS = 1.0  # after the outcome of the run is written
 _SILENT_SECONDS = 600.0  # a scheduler that does not answer for so long ends the display
 _OUTPUT_LINES = 12
+_RESUMABLE = ("CANCELLED", "PREEMPTED", "DELETED")
 _WILL_NOT_START = ("DependencyNeverSatisfied", "JobHeldUser", "JobHeldAdmin", "BadConstraints", "PartitionTimeLimit")
 
 
@@ -109,6 +110,9 @@ def _follow(view: JobView, launcher: Launcher, record: JobRecord, stop: StopSign
         if stop.count > stopped:
             stopped = stop.count
             display.say(launcher.stop(record, at_once=stopped > 1))
+        if not view.directory.events.exists():
+            for line in launcher.new_lines(record):
+                display.say(line)
         view.state.refresh()
         display.update(view.state)
         if status.phase in ("ended", "unknown"):
@@ -152,13 +156,18 @@ def print_end(view: JobView, launcher: Launcher, record: JobRecord, status: JobS
     outcome = view.outcome()
     if outcome is not None:
         return print_outcome(view.spec, view.directory, outcome)
+    if status.exit_code == 0:  # its run directory is not seen here
+        typer.echo(f"job {record.id} has ended: {status}")
+        return ExitCode.DONE
     typer.echo(f"job {record.id} ended without an outcome of the run: {status}", err=True)
     for path in launcher.output(record):
         typer.echo(f"  log     {path}", err=True)
         for line in last_lines(path, _OUTPUT_LINES):
             typer.echo(f"  | {line}", err=True)
     typer.echo("  next    the same train command continues the run from its newest checkpoint", err=True)
-    return ExitCode.PREEMPTED if status.state.startswith(("CANCELLED", "PREEMPTED")) else ExitCode.CRASH
+    if status.exit_code in list(ExitCode):
+        return ExitCode(status.exit_code)
+    return ExitCode.PREEMPTED if status.state.startswith(_RESUMABLE) else ExitCode.CRASH
 
 
 def print_outcome(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> ExitCode:

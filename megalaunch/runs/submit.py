@@ -13,6 +13,7 @@ from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.record import read_record
 from megalaunch.launchers.select_launcher import select_launcher
 from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.kubernetes import device_resource
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.runs.errors import fail
 from megalaunch.runs.follow_job import JobView, follow_job, print_end
@@ -46,6 +47,7 @@ def training_job(planned: PreparedRun) -> Job:
         planned.directory.root.absolute(),
         Path.cwd(),
         spec.launcher,
+        device_resource(chip) if chip is not None else "",
     )
 
 

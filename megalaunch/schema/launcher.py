@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megalaunch.schema.kubernetes import KubernetesSpec
 from megalaunch.schema.setting import setting
 from megalaunch.schema.slurm import SlurmSpec
 from megalaunch.schema.ssh import SshSpec
@@ -14,9 +15,10 @@ from megalaunch.schema.ssh import SshSpec
 class LauncherSpec:
     """Restarts, timeouts and stopping. PyTorch's elastic agent starts the workers."""
 
-    name: Literal["local", "slurm", "ssh"] = setting(
+    name: Literal["local", "slurm", "ssh", "kubernetes"] = setting(
         "local",
-        "Where to start the elastic agents: on this machine, on the nodes of a job of Slurm, or on hosts by ssh; "
+        "Where to start the elastic agents: on this machine, on the nodes of a job of Slurm, on hosts by ssh, "
+        "or in pods of Kubernetes; "
         "inside an allocation always on its nodes.",
     )
     python: str | None = setting(None, "Python of the nodes; null: the path of this one, or `python3` in a container.")
@@ -46,3 +48,4 @@ class LauncherSpec:
     )
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     ssh: SshSpec = field(default_factory=SshSpec)
+    kubernetes: KubernetesSpec = field(default_factory=KubernetesSpec)

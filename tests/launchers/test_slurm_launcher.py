@@ -219,7 +219,7 @@ def test_what_is_no_run_has_no_job(tmp_path):
 def test_detach_needs_a_launcher_that_submits(tmp_path):
     done = call("train", *tiny_overrides(tmp_path), "--detach")
     assert done.exit_code == 2
-    assert "--detach needs a launcher that submits jobs\nfix:  launcher=slurm" in done.stderr
+    assert "--detach needs a launcher that submits jobs\nfix:  launcher=slurm or kubernetes" in done.stderr
 
 
 def test_no_secret_of_the_environment_is_written(slurm, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def train(
         typer.Option("--prepare-only", help="Prepare the data, write spec.yaml, print the commands; start nothing."),
     ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when the job is submitted (launcher=slurm): see watch.")
+        bool, typer.Option("--detach", help="Return when the job is submitted (launcher=slurm, kubernetes): see watch.")
     ] = False,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run a sweep, as `megalaunch sweep` with the same overrides.")

@@ -38,7 +38,7 @@ class SlurmLauncher:
 
     def status(self, record: JobRecord) -> JobStatus:
         """Ask Slurm for the state of a job."""
-        return job_status(record.id)
+        return job_status(int(record.id))
 
     def stop(self, record: JobRecord, at_once: bool) -> str:
         """Cancel a pending job; send SIGTERM to the tasks of a running one, which save."""
@@ -53,6 +53,10 @@ class SlurmLauncher:
         """Return the file with the output of the batch script and its tasks."""
         path = Path(record.output)
         return [path] if path.exists() else []
+
+    def new_lines(self, record: JobRecord) -> list[str]:
+        """Return nothing: the machine that submits a job sees its directory."""
+        return []
 
 
 def _output(job: Job) -> Path:

@@ -1,0 +1,85 @@
+"""Read the state of a job from its object and its pods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megalaunch.launchers.launcher import JobStatus
+
+SELECTORS = {
+    "job": "job-name={}",
+    "jobset": "jobset.sigs.k8s.io/jobset-name={}",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name={}",  # its controller creates a JobSet of the same name
+}
+"""The label by which the pods of an object are found."""
+
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_ENDED = ("Complete", "Completed")
+_LONGEST_REASON = 200  # characters; a scheduler lists every reason of every node
+
+Object = dict[str, Any]
+
+
+def job_state(found: Object, pods: Sequence[Object]) -> JobStatus:
+    """Return the state of an object: from its conditions, and before it has ended from its pods."""
+    status = found.get("status", {})
+    conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
+    nodes = ",".join(dict.fromkeys(pod["spec"]["nodeName"] for pod in pods if pod.get("spec", {}).get("nodeName")))
+    restarts = int(status.get("restarts", 0) or status.get("failed", 0) or 0)
+    if any(name in conditions for name in _ENDED):
+        return JobStatus("ended", "COMPLETE", "", nodes, restarts, exit_code=0)
+    if "Failed" in conditions:
+        reason = _text(conditions["Failed"])
+        return JobStatus("ended", "FAILED", reason, nodes, restarts, exit_code=_exit_code(pods))
+    if "Suspended" in conditions:
+        return JobStatus("pending", "SUSPENDED", _text(conditions["Suspended"]), restarts=restarts)
+    waiting = next((text for text in map(_waiting, pods) if text is not None), None)
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if running and waiting is None:
+        return JobStatus("running", "RUNNING", "", nodes, restarts)
+    if running or restarts:
+        return JobStatus("running", "STARTING", waiting or "", nodes, restarts)
+    return JobStatus("pending", "PENDING", waiting or "", nodes, restarts)
+
+
+def _text(condition: Object) -> str:
+    parts = (condition.get("reason", ""), condition.get("message", ""))
+    return ": ".join(part for part in parts if part)[:_LONGEST_REASON]
+
+
+def _waiting(pod: Object) -> str | None:
+    """Return why a pending pod does not start; None for another pod."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Pending":
+        return None
+    for container in status.get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting")
+        if waiting:
+            return _text(waiting)
+    for condition in status.get("conditions", []):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return _text(condition)
+    return ""
+
+
+def sorted_pods(pods: Sequence[Object]) -> list[Object]:
+    """Return pods in the order of their nodes; of one node, in that of their creation."""
+    return sorted(pods, key=lambda pod: (pod_index(pod), pod["metadata"].get("creationTimestamp", "")))
+
+
+def pod_index(pod: Object) -> int:
+    """Return the rank of the node that a pod is."""
+    labels = {**pod["metadata"].get("annotations", {}), **pod["metadata"].get("labels", {})}
+    return int(labels.get(_INDEX, 0))
+
+
+def _exit_code(pods: Sequence[Object]) -> int | None:
+    """Return the exit code of the newest pod of node 0 that has ended; None without one."""
+    codes = []
+    for pod in sorted_pods(pods):
+        for container in pod.get("status", {}).get("containerStatuses", []):
+            ended = container.get("state", {}).get("terminated")
+            if ended and pod_index(pod) == 0:
+                codes.append(int(ended["exitCode"]))
+    return codes[-1] if codes else None

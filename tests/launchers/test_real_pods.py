@@ -1,0 +1,91 @@
+"""The commands of a manifest run as processes: a run survives its pods, resumes exactly, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fake_kubectl import FakeKubectl
+from launching import steps_of, wait_until
+from mini_kubelet import running_pods
+from training import MEGALAUNCH, tiny_overrides
+
+from megalaunch.launchers.record import read_record
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.paths import RunDirectory
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
+_STEPS = 120
+_LENGTH = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    fake = FakeKubectl(tmp_path / "cluster")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    return fake
+
+
+def call(folder, *arguments, seconds=240):
+    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
+    return done.returncode, done.stdout + done.stderr
+
+
+def pods(kind):
+    return (
+        *("launcher=kubernetes", f"launcher.kubernetes.kind={kind}", "launcher.kubernetes.image=none"),
+        *("cluster.nodes=2", "cluster.devices_per_node=1", f"launcher.python={sys.executable}"),
+        *_LENGTH,
+    )
+
+
+def losses_of(run):
+    """The loss of each step; a step that was computed again must have the same."""
+    losses = {}
+    for record in read_lines(run.metrics):
+        if "loss" in record:
+            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    overrides = tiny_overrides(folder, "cluster.devices_per_node=2", *_LENGTH)
+    assert call(folder, "train", *overrides)[0] == 0
+    return losses_of(RunDirectory(folder / "run"))
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_a_killed_pod_is_replaced_with_the_losses_of_an_undisturbed_run(cluster, tmp_path, undisturbed, kind):
+    run = RunDirectory(tmp_path / "run")
+    code, output = call(tmp_path, "train", *tiny_overrides(tmp_path, *pods(kind)), "--detach")
+    assert code == 0, output
+    with running_pods(cluster, read_record(run.job).id, tmp_path) as kubelet:
+        wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 24, 180)
+        kubelet.kill(1)
+        code, output = call(tmp_path, "watch", str(run.root))
+        assert code == 0, output + call(tmp_path, "logs", str(run.root))[1]
+        assert len(kubelet.started) >= 4  # node 0 has ended with node 1
+    assert "resuming after step " in call(tmp_path, "logs", str(run.root), "-n", "500")[1]
+    assert losses_of(run) == undisturbed
+
+
+def test_stop_lets_the_pods_save_and_the_command_continues(cluster, tmp_path, undisturbed):
+    run = RunDirectory(tmp_path / "run")
+    overrides = tiny_overrides(tmp_path, *pods("job"))
+    assert call(tmp_path, "train", *overrides, "--detach")[0] == 0
+    with running_pods(cluster, read_record(run.job).id, tmp_path):
+        wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 4, 180)
+        assert call(tmp_path, "stop", str(run.root))[0] == 0
+        wait_until(run.outcome.exists, 60)
+    outcome = read_outcome(run.outcome)
+    assert (outcome.exit_code, run.checkpoint(outcome.step).is_dir()) == (75, True)
+    assert call(tmp_path, "train", *overrides, "--detach")[0] == 0
+    with running_pods(cluster, read_record(run.job).id, tmp_path):
+        assert call(tmp_path, "watch", str(run.root))[0] == 0
+    assert losses_of(run) == undisturbed

@@ -1,0 +1,212 @@
+"""Run the pods of a Job or a JobSet as processes of this machine: a controller and a kubelet, in a thread.
+
+Each pod has a host name and an /etc/hosts of its own, and an address of the loopback network; its container's command
+runs with the variables, the working directory and the exit-code rules of the manifest. Images and volumes are ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from megalaunch.launch.process import descendants, kill_all
+
+_ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+
+
+class Cluster(Protocol):
+    """Where objects are: a stand-in, or a real API server."""
+
+    def read(self, name: str) -> dict[str, Any] | None: ...
+    def write(self, name: str, found: dict[str, Any]) -> None: ...
+    def log(self, pod: str) -> Path: ...
+
+
+@dataclass
+class _Pod:
+    name: str
+    index: int
+    process: subprocess.Popen[bytes]
+
+
+class MiniKubelet:
+    """Runs the pods of one object until it has ended or is deleted."""
+
+    def __init__(self, cluster: Cluster, name: str, folder: Path) -> None:
+        self._cluster, self._name, self._folder = cluster, name, folder
+        self.kind, _, self._object = name.partition("/")
+        self.pods: dict[int, _Pod] = {}
+        self.started: list[str] = []
+        self.failures = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all pods."""
+        self._ended.set()
+        self._thread.join()
+        for pod in self.pods.values():
+            left = descendants(pod.process.pid)
+            pod.process.kill()
+            pod.process.wait()
+            kill_all(left, 5)
+
+    def kill(self, index: int) -> None:
+        """Kill all processes of a pod, as a lost node does."""
+        pod = self.pods[index]
+        left = descendants(pod.process.pid)
+        pod.process.send_signal(signal.SIGKILL)
+        for process in left:
+            os.kill(process.pid, signal.SIGKILL)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            found = self._cluster.read(self._name)
+            if found is None:  # deleted: its pods save and end
+                for pod in self.pods.values():
+                    pod.process.terminate()
+                for pod in self.pods.values():
+                    pod.process.wait()
+                return
+            if not found.get("status", {}).get("conditions"):
+                self._reconcile(found)
+            self._ended.wait(0.2)
+
+    def _reconcile(self, found: dict[str, Any]) -> None:
+        job = found["spec"]
+        if self.kind == "jobset":
+            job = job["replicatedJobs"][0]["template"]["spec"]
+        ended = {index: pod.process.poll() for index, pod in self.pods.items()}
+        for index in range(job["completions"]):
+            if index not in self.pods:
+                self._start(job, index)
+            elif ended[index] not in (None, 0) and not self._failed(found, job, index, int(ended[index])):
+                return
+        if len(ended) == job["completions"] and all(code == 0 for code in ended.values()):
+            self._finish(found, "Complete" if self.kind == "job" else "Completed")
+
+    def _failed(self, found: dict[str, Any], job: dict[str, Any], index: int, code: int) -> bool:
+        """Apply the rules to a failed pod; False if the object has ended, or all pods start again."""
+        code = 128 - code if code < 0 else code
+        self._tell(self.pods[index], "Failed", code)
+        rules = job["podFailurePolicy"]["rules"]
+        action = next(
+            (rule["action"] for rule in rules if code in rule.get("onExitCodes", {}).get("values", ())), "Count"
+        )
+        counted = action == "Count"
+        if self.kind == "job" and action == "FailJob":
+            self._finish(found, "Failed", f"PodFailurePolicy: exit code {code}")
+            return False
+        if self.kind == "jobset" and action == "FailJob":
+            message = f"Container node for pod default/x failed with exit code {code} matching FailJob rule at index 1"
+            patterns = found["spec"]["failurePolicy"]["rules"][0]["onJobFailureMessagePatterns"]
+            if not any(re.search(pattern, message) for pattern in patterns):
+                self._finish(found, "Failed", message)
+                return False
+        self.failures += counted
+        limit = job["backoffLimit"] if self.kind == "job" else found["spec"]["failurePolicy"]["maxRestarts"]
+        if counted and self.failures > limit:
+            self._finish(found, "Failed", "BackoffLimitExceeded")
+            return False
+        if self.kind == "job":
+            del self.pods[index]
+            return True
+        for pod in self.pods.values():
+            pod.process.terminate()
+        for pod in self.pods.values():
+            pod.process.wait()
+        self.pods.clear()
+        return False
+
+    def _start(self, job: dict[str, Any], index: int) -> None:
+        spec = job["template"]["spec"]
+        (container,) = spec["containers"]
+        stem = self._object if self.kind == "job" else f"{self._object}-node-0"
+        subdomain = spec.get("subdomain", self._object)
+        hosts = self._folder / "hosts"
+        lines = [
+            f"127.0.0.{2 + n} {stem}-{n}.{subdomain}.default.svc.cluster.local {stem}-{n}"
+            for n in range(job["completions"])
+        ]
+        hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+        name = f"{stem}-{index}-{len(self.started):05d}"
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ["HOME"],
+            "OMP_NUM_THREADS": "1",
+            "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+            "JOB_COMPLETION_INDEX": str(index),
+        }
+        for variable in container["env"]:
+            environment[variable["name"]] = _expanded(variable["value"], environment)
+        command = [_expanded(word, environment) for word in container["command"]]
+        inside = ["unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh", str(hosts), f"{stem}-{index}", *command]
+        with self._cluster.log(name).open("wb") as log:
+            process = subprocess.Popen(
+                inside,
+                cwd=container["workingDir"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pods[index] = _Pod(name, index, process)
+        self.started.append(name)
+        self._tell(self.pods[index], "Running", None)
+
+    def _tell(self, pod: _Pod, phase: str, code: int | None) -> None:
+        label = "job-name" if self.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
+        state = {"running": {}} if code is None else {"terminated": {"exitCode": code}}
+        labels = {label: self._object, "batch.kubernetes.io/job-completion-index": str(pod.index)}
+        self._cluster.write(
+            f"pod/{pod.name}",
+            {
+                "metadata": {"name": pod.name, "labels": labels, "creationTimestamp": pod.name[-5:]},
+                "spec": {"nodeName": f"worker-{pod.index}"},
+                "status": {"phase": phase, "containerStatuses": [{"name": "node", "state": state}]},
+            },
+        )
+
+    def _finish(self, found: dict[str, Any], condition: str, message: str = "") -> None:
+        for pod in self.pods.values():
+            if pod.process.poll() is None:
+                pod.process.terminate()
+            code = pod.process.wait()
+            self._tell(pod, "Failed" if code else "Succeeded", code)
+        found["status"] = {"conditions": [{"type": condition, "status": "True", "message": message}]}
+        self._cluster.write(self._name, found)
+
+
+def _expanded(text: str, environment: dict[str, str]) -> str:
+    """Expand as Kubernetes does: $(NAME) of a known variable, and $$ as one dollar sign."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else environment.get(m[2], m[0]), text)
+
+
+@contextmanager
+def running_pods(cluster: Cluster, name: str, folder: Path) -> Iterator[MiniKubelet]:
+    """Run the pods of an object; nothing of them is left. Skipped where this user may not change host names."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("pods with host names of their own need root and unshare")
+    deadline = time.monotonic() + 10
+    while cluster.read(name) is None:
+        assert time.monotonic() < deadline, f"{name} was not created"
+        time.sleep(0.05)
+    kubelet = MiniKubelet(cluster, name, folder)
+    try:
+        yield kubelet
+    finally:
+        kubelet.close()
