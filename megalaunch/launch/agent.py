@@ -97,7 +97,8 @@ class Agent:
         return left
 
     def _orphans(self) -> list[Process]:
-        return [process for process in descendants(os.getpid()) if process.pid not in self._not_ours]
+        others = self._not_ours | {process.pid for root in self._not_ours for process in descendants(root)}
+        return [process for process in descendants(os.getpid()) if process.pid not in others]
 
 
 def _reap(dead: list[Process]) -> None:

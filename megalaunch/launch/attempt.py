@@ -6,7 +6,13 @@ import signal
 import time
 
 from megalaunch.launch.agent import Agent, exit_codes
-from megalaunch.launch.failure import Failure, exit_description, first_failure, hang_failure
+from megalaunch.launch.failure import (
+    Failure,
+    exit_description,
+    first_failure,
+    hang_failure,
+    name_out_of_memory,
+)
 from megalaunch.launch.hang.collective_traces import request_traces
 from megalaunch.launch.hang.diagnosis import diagnose_crash, diagnose_hang
 from megalaunch.launch.hang.hang_detector import HangDetector
@@ -14,6 +20,7 @@ from megalaunch.launch.hang.rank_monitor import RankMonitor
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
 from megalaunch.launch.stop import StopSignals
 from megalaunch.plan.world import resolved_world_size
+from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -30,6 +37,7 @@ class Attempt:
         self._directory = directory
         self.ranks = RankMonitor(directory, resolved_world_size(spec.cluster), number)
         self._hang_detector = HangDetector(spec, time.monotonic())
+        self._oom_kills = OomKills.count()
         self._events: list[Record] = []  # worker_failed
         self._signalled: set[Process] = set()  # workers that were sent a stop signal
         self.agent_code: int | None = None
@@ -97,9 +105,10 @@ class Attempt:
         ranks = self.ranks.known
         sigabrt = {number for number, rank in ranks.items() if exit_description(rank, codes) == -signal.SIGABRT}
         crash = diagnose_crash(self.ranks, self.number, sigabrt, self._directory)
-        return first_failure(
+        failure = first_failure(
             self.number, self._events, ranks, codes, self.ranks.step, crash.culprit, self.agent_code, crash.aborted
         )
+        return name_out_of_memory(failure, self._oom_kills)
 
     def _diagnose_hang(self) -> Failure:
         hung = diagnose_hang(self.ranks, self._directory)

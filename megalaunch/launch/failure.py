@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank, rank_label
+from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.jsonl import Record
 
 # Errors of gloo, NCCL and the store for a lost peer: they show a consequence of a failure, not its cause.
@@ -125,6 +127,19 @@ def first_failure(
         return _from_event(attempt, by_time[0])
     exit_text = "ended" if agent_code is None else f"exit code {agent_code}"
     return Failure(attempt, None, "", "starting", step, exit_text, "no worker reported an error")
+
+
+def name_out_of_memory(failure: Failure, before: OomKills) -> Failure:
+    """Name the out-of-memory killer in a failure by SIGKILL, if it killed a process since `before`."""
+    limit = before.limit_exceeded_since() if failure.exception == signal.SIGKILL.name else None
+    if limit is None:
+        return failure
+    what = (
+        f"the memory limit of its cgroup, {format_bytes(limit)}, was exceeded"
+        if limit
+        else "the machine is out of memory"
+    )
+    return replace(failure, message=f"killed by the kernel: {what}")
 
 
 def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float, reason: str = "") -> Failure:

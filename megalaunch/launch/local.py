@@ -15,6 +15,7 @@ from megalaunch.launch.lock import RunLock
 from megalaunch.launch.run_state import RunState, ThroughputBasis
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.supervise import Display, LaunchResult, Supervisor
+from megalaunch.launch.trackers.process import trackers
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
@@ -63,7 +64,8 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunSt
 
     stop.watching = True  # from here on a stop signal is forwarded to the workers
     try:
-        return Supervisor(spec, directory, launch.lock, start_agent, stop, view, display).watch()
+        with trackers(spec, directory):  # started before the agent, whose descendants are killed with it
+            return Supervisor(spec, directory, launch.lock, start_agent, stop, view, display).watch()
     finally:
         if display is not None:
             display.close()

@@ -21,6 +21,7 @@ from megalaunch.launch.process import descendants, send_signal, wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
+from megalaunch.launch.trackers.process import trackers
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
@@ -110,7 +111,8 @@ def run_first_node(
         drawing.update()
 
     try:
-        code = agent.run(stop, poll)
+        with trackers(launch.spec, directory):
+            code = agent.run(stop, poll)
         drawing.update()
     finally:
         if display is not None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+_MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2, of v1
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -21,11 +25,42 @@ def usable_memory(root: Path = Path("/")) -> int:
     """Return the usable memory in bytes: the machine's, capped by the smallest cgroup limit."""
     total = _machine_memory(root)
     for folder in _group_folders(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
+        for name in _MEMORY_LIMITS:
             limit = _field(folder / name)
             if limit.isdigit():
                 total = min(total, int(limit))
     return total
+
+
+@dataclass(frozen=True)
+class OomKills:
+    """Processes that the kernel has killed for memory: in each cgroup that limits this process, and on the machine."""
+
+    by_group: Mapping[Path, int]
+    machine: int
+    root: Path
+
+    @classmethod
+    def count(cls, root: Path = Path("/")) -> OomKills:
+        """Count them now; a count that cannot be read is 0."""
+        groups = {folder: _oom_kills(folder) for folder in _group_folders(root, "memory")}
+        return cls(groups, _named_number(root / "proc/vmstat", "oom_kill"), root)
+
+    def limit_exceeded_since(self) -> int | None:
+        """Return the memory limit in bytes of the cgroup in which a process was killed since; 0: the machine's memory.
+
+        None if no process was killed. The machine's counter includes the kills in cgroups that are not seen here.
+        """
+        limits = [
+            int(text)
+            for folder, before in self.by_group.items()
+            if _oom_kills(folder) > before
+            for name in _MEMORY_LIMITS
+            if (text := _field(folder / name)).isdigit()
+        ]
+        if limits:
+            return min(limits)
+        return 0 if _named_number(self.root / "proc/vmstat", "oom_kill") > self.machine else None
 
 
 def free_disk(path: Path) -> int | None:
@@ -91,3 +126,19 @@ def _field(path: Path, index: int = 0) -> str:
     except OSError:
         return ""
     return fields[index] if index < len(fields) else ""
+
+
+def _oom_kills(folder: Path) -> int:
+    """Return the kills for memory in a cgroup: of cgroup v2, whose count includes the groups below, or of v1."""
+    return _named_number(folder / "memory.events", "oom_kill") + _named_number(
+        folder / "memory.oom_control", "oom_kill"
+    )
+
+
+def _named_number(path: Path, name: str) -> int:
+    """Return the number after a name in a file of lines "name number"; 0 without it."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

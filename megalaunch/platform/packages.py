@@ -69,6 +69,9 @@ OPTIONAL = (
     Package("transformers", "parity", "convert compares with transformers' own model"),
     Package("lm-eval", "lm-eval", "evaluate --task"),
     Package("optuna", "sweep", "sweep --sampler tpe"),
+    Package("tensorboard", "trackers", "logging.trackers=[tensorboard]"),
+    Package("wandb", "trackers", "logging.trackers=[wandb]"),
+    Package("mlflow-skinny", "trackers", "logging.trackers=[mlflow]"),
     Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", only_gpu=True),
     DEEP_EP,
 )

@@ -96,6 +96,20 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def tensorboard(self) -> Path:
+        """Event files of TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
+    def trackers(self) -> Path:
+        """What trackers store locally: ids of their runs, steps sent, offline data."""
+        return self.root / "trackers"
+
+    def tracker_log(self, name: str) -> Path:
+        """Output of the process that feeds a tracker."""
+        return self.logs / f"tracker_{name}.log"
+
+    @property
     def plots(self) -> Path:
         """Plots drawn at the end of a launch."""
         return self.root / "plots"

@@ -27,6 +27,14 @@ def require_optional_packages(spec: RunSpec) -> None:
     """End the command if this machine lacks an optional package that the spec asks for."""
     from megalaunch.platform.packages import DEEP_EP
 
+    missing = [name for name in spec.logging.trackers if importlib.util.find_spec(name) is None]
+    if missing:
+        others = [name for name in spec.logging.trackers if name not in missing]
+        fail(
+            f"logging.trackers needs {' and '.join(missing)}, not installed here.\n"
+            f"fix:  pip install 'megalaunch[trackers]'\n      or logging.trackers=[{','.join(others)}]"
+        )
+
     flex = spec.parallel.moe_token_dispatcher_type == "flex"
     if flex and importlib.util.find_spec(DEEP_EP.name) is None:
         fail(

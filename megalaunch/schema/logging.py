@@ -1,17 +1,25 @@
-"""The `logging` section: console output and profiles."""
+"""The `logging` section: console output, trackers and profiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megalaunch.schema.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSpec:
-    """Console output and profiles. metrics.jsonl has a line for every step regardless."""
+    """Console output, trackers and profiles. metrics.jsonl has a line for every step regardless."""
 
     log_interval: int = setting(10, "Steps between printed progress lines.", "steps", minimum=1)
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = setting(
+        (), "Trackers that get the metrics, each from a process of its own, which training never waits for."
+    )
+    tracker_project: str = setting("megalaunch", "Project of wandb, experiment of mlflow.")
+    prometheus_textfile: str | None = setting(
+        None, "File for node_exporter's textfile collector, with the newest metrics; its name ends in .prom."
+    )
     profile: str | None = setting(
         None, "Steps to profile, as steps:FIRST-LAST or steps:N: a trace and a summary in profiles/; null: none."
     )

@@ -8,10 +8,11 @@ from launching import tiny_spec
 from megalaunch.launch.agent import exit_codes
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.display.report import failure_report
-from megalaunch.launch.failure import Failure, describe_exit, first_failure
+from megalaunch.launch.failure import Failure, describe_exit, first_failure, name_out_of_memory
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank
 from megalaunch.launch.supervise import LaunchResult
+from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
@@ -185,3 +186,24 @@ def test_zero_gradients_show_in_the_display():
     said = "warning: the gradient norm of step 2 is exactly 0: no parameter is updated"
     assert event_message(event) == f"{said}; the run ends after 10 such steps in a row"
     assert event_message({**event, "limit": 0}) == said
+
+
+@pytest.mark.parametrize(
+    ("files", "killed", "message"),
+    [
+        ({"sys/fs/cgroup/job/memory.max": "512000000"}, "sys/fs/cgroup/job/memory.events", "cgroup, 512.0 MB, was"),
+        ({}, "proc/vmstat", "killed by the kernel: the machine is out of memory"),
+        ({}, "elsewhere", "killed from outside"),
+    ],
+)
+def test_the_out_of_memory_killer_is_named(tmp_path, files, killed, message):
+    for name, text in ({"proc/self/cgroup": "0::/job\n", killed: "low 0\noom_kill 3\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = OomKills.count(tmp_path)
+    failure = Failure(0, 1, "dp1", "step", 7, "SIGKILL", "killed from outside")
+    assert name_out_of_memory(failure, before) == failure
+    (tmp_path / killed).write_text("low 0\noom_kill 4\n")
+    assert message in name_out_of_memory(failure, before).message
+    crashed = Failure(0, 1, "dp1", "step", 7, "SIGSEGV", "")
+    assert name_out_of_memory(crashed, before) == crashed
