@@ -81,5 +81,5 @@ def _blocks(x_RK: Tensor, block: Block) -> Tensor:
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
     """Return the matrix of `_blocks`, without padding."""
-    whole = blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)
+    whole = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     return whole[: shape[0], : shape[1]].contiguous()

@@ -7,7 +7,7 @@ Shapes: R rows, E experts, H input features, F output features.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,38 @@ _ALIGNMENT = 16  # bytes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class GroupedMatmuls(Protocol):
+    """The matmuls of a grouped linear layer as an object, so that a layer can compute them in another precision."""
+
+    def output(self, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Return x W_e^T, [R, F]."""
+
+    def input_grad(self, dy_RF: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Return dy W_e, [R, H]."""
+
+    def weight_grad(self, dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Return dy_e^T x_e, [E, F, H]; zero for an expert without rows."""
+
+
+class ComputeDtypeGroupedMatmuls:
+    """Grouped matmuls in the dtype of their operands."""
+
+    def output(self, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Return x W_e^T."""
+        return rows_times_matrices(x_RH, weight_EFH.transpose(1, 2), offsets_E)
+
+    def input_grad(self, dy_RF: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Return dy W_e."""
+        return rows_times_matrices(dy_RF, weight_EFH, offsets_E)
+
+    def weight_grad(self, dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
+        """Return dy_e^T x_e."""
+        return columns_times_rows(dy_RF, x_RH, offsets_E)
+
+
+GROUPED_COMPUTE_DTYPE = ComputeDtypeGroupedMatmuls()
+
+
 @overridable
 def grouped_linear(x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor, bias_EF: Tensor | None = None) -> Tensor:
     """Return x W_e^T + b_e for the expert e of each row, [R, H] -> [R, F]. Differentiable.
@@ -31,8 +63,23 @@ def grouped_linear(x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor, bias_EF:
         offsets_E: int32 [E]; the rows of expert e end before offsets[e]. An expert may have no rows.
         bias_EF: The experts' biases.
     """
+    return _apply(GROUPED_COMPUTE_DTYPE, x_RH, weight_EFH, offsets_E, bias_EF)
+
+
+def grouped_linear_by(
+    matmuls: GroupedMatmuls, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor, bias_EF: Tensor | None = None
+) -> Tensor:
+    """Return x W_e^T + b_e by the given matmuls; arguments of `grouped_linear`. Differentiable."""
+    if matmuls is GROUPED_COMPUTE_DTYPE:
+        return grouped_linear(x_RH, weight_EFH, offsets_E, bias_EF)
+    return _apply(matmuls, x_RH, weight_EFH, offsets_E, bias_EF)
+
+
+def _apply(
+    matmuls: GroupedMatmuls, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor, bias_EF: Tensor | None
+) -> Tensor:
     # A view is no leaf: for a leaf, `needs_grad` cannot tell whether a pass computes its gradient.
-    y_RF: Tensor = _GroupedLinear.apply(x_RH, weight_EFH.view_as(weight_EFH), offsets_E)
+    y_RF: Tensor = _GroupedLinear.apply(x_RH, weight_EFH.view_as(weight_EFH), offsets_E, matmuls)
     return y_RF if bias_EF is None else y_RF + bias_EF[experts_of_rows(offsets_E, x_RH.shape[0])]
 
 
@@ -51,20 +98,21 @@ class _GroupedLinear(torch.autograd.Function):
     """y = x W_e^T. Backward: dx = dy W_e,  dW_e = dy_e^T x_e, zero for an expert without rows."""
 
     @staticmethod
-    def forward(ctx: Any, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
+    def forward(ctx: Any, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor, matmuls: GroupedMatmuls) -> Tensor:
+        ctx.matmuls = matmuls
         ctx.save_for_backward(x_RH, weight_EFH, offsets_E)
-        return _rows_times_matrices(x_RH, weight_EFH.transpose(1, 2), offsets_E)
+        return matmuls.output(x_RH, weight_EFH, offsets_E)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RH, weight_EFH, offsets_E = ctx.saved_tensors
-        dy_RF = gradients[0].contiguous()
-        dx = _rows_times_matrices(dy_RF, weight_EFH, offsets_E) if needs_grad(ctx, 0) else None
-        dweight = _columns_times_rows(dy_RF, x_RH, offsets_E) if needs_grad(ctx, 1) else None
-        return dx, dweight, None
+        dy_RF, matmuls = gradients[0].contiguous(), ctx.matmuls
+        dx = matmuls.input_grad(dy_RF, weight_EFH, offsets_E) if needs_grad(ctx, 0) else None
+        dweight = matmuls.weight_grad(dy_RF, x_RH, offsets_E) if needs_grad(ctx, 1) else None
+        return dx, dweight, None, None
 
 
-def _rows_times_matrices(x_RK: Tensor, matrices_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+def rows_times_matrices(x_RK: Tensor, matrices_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply the rows of each expert by its matrix, [R, K] x [E, K, N] -> [R, N]."""
     if (form := kernel_forms().grouped_matmul) is not None:
         return form(x_RK, matrices_EKN, offsets_E)
@@ -75,7 +123,7 @@ def _rows_times_matrices(x_RK: Tensor, matrices_EKN: Tensor, offsets_E: Tensor) 
     return F.grouped_mm(x_RK, matrices_EKN, offs=offsets_E)
 
 
-def _columns_times_rows(dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
+def columns_times_rows(dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply dy_e^T x_e for the rows of each expert -> [E, F, H]."""
     if (form := kernel_forms().grouped_matmul) is not None:
         return form(dy_RF.T, x_RH, offsets_E)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megalaunch.kernels.float8_cast import (
     E4M3,
@@ -114,3 +115,56 @@ def test_native_matmul_is_the_emulated_one(block, dtype):
     emulated = scaled_matmul(a, b, torch.float32, emulate=True)
     assert native.dtype == torch.bfloat16
     assert (native.float() - emulated).abs().max() <= 2**-8 * emulated.abs().max()
+
+
+def _of_blocks(scale, kind, rows, blocks):
+    """The inverse scale of each 32 or 128 columns of each row, [rows, blocks], read as torch and cuBLAS document it."""
+    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None]
+    if kind == F.ScalingType.BlockWise1x128:
+        return scale[row, block]
+    if kind == F.ScalingType.BlockWise128x128:
+        return scale[block, row // 128]
+    tile = row // 128 * -(-blocks // 4) + block // 4
+    return scale.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+
+
+@pytest.mark.parametrize(("rows", "others", "columns"), [(256, 384, 640), (128, 128, 128)])
+@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, 128), (1, 128)), ((1, 32), (1, 32))], ids=str)
+def test_native_scales_of_parts_of_rows_have_the_layout_that_torch_documents(
+    blocks, rows, others, columns, monkeypatch
+):
+    """No CPU multiplies them: torch's own checks of shapes, strides and dtypes, and the values at documented places."""
+    scale_of = power_of_two_scale if blocks[0] == (1, 32) else scale_from_amax
+    a, b = (
+        Float8Matrix.quantize(x, scale_of(block_amax(x, block), E4M3), block, E4M3)
+        for x, block in zip((random(rows, columns), random(others, columns, seed=1)), blocks, strict=True)
+    )
+    scaled_mm = F.scaled_mm
+
+    def as_documented(left, right, scale_a, kind_a, scale_b, kind_b, **options):
+        tensors = [tensor.to("meta") for tensor in (left, right, scale_a, scale_b)]
+        assert scaled_mm(*tensors[:3], kind_a, tensors[3], kind_b, **options).shape == (rows, others)
+        width = blocks[0][1]
+        inverse = [
+            _of_blocks(scale, kind, matrix.shape[0], columns // width).repeat_interleave(width, 1)
+            for scale, kind, matrix in ((scale_a, kind_a, left), (scale_b, kind_b, right.t()))
+        ]
+        return (left.float() * inverse[0]) @ (right.t().float() * inverse[1]).T
+
+    monkeypatch.setattr(F, "scaled_mm", as_documented)
+    native = scaled_matmul(a, b, torch.bfloat16, emulate=False, fast_accumulation=True)
+    assert torch.equal(native, scaled_matmul(a, b, torch.float32, emulate=True))
+
+
+def test_exponents_of_mxfp8_reach_its_ends_and_keep_nan(monkeypatch):
+    x = torch.zeros(3, 32)
+    x[0, 0], x[1, 0], x[2, 0] = 1e-38, 3e38, math.nan
+    scales = power_of_two_scale(block_amax(x, (1, 32)), E4M3)
+    matrix = Float8Matrix.quantize(x, scales, (1, 32), E4M3)
+    given = []
+    monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: given.append(arguments[2]))
+    scaled_matmul(matrix, matrix, torch.bfloat16, emulate=False)
+    exponents = given[0].float()[[0, 16, 32]]
+    assert exponents[:2].tolist() == [2.0**-126, 2.0**120]
+    assert exponents[2].isnan()
+    assert matrix.values[2].float().isnan()[0]
