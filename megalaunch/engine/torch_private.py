@@ -174,6 +174,13 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which writing to a tensor does not count as a change, for which backward passes look."""
+    autograd: Any = torch.autograd
+    context: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)
+    return context
+
+
 def with_local_shard(like: Tensor, shard: Tensor) -> Tensor:
     """Return a DTensor sharded as another one, with a local tensor on any device (`from_local` would move it).
 

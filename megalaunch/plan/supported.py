@@ -17,32 +17,18 @@ from megalaunch.schema.paths import value_at
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of which the engine supports only the `supported` values; `meaning` describes the other values.
-
-    `lifted_by` is a switch with which it supports them all; None: there is none.
-    """
+    """A key of which the engine supports only the `supported` values; `meaning` describes the other values."""
 
     path: str
     supported: tuple[Any, ...]
     meaning: str
-    lifted_by: str | None = None
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
-        lifted = self.lifted_by is not None and bool(value_at(spec, self.lifted_by))
-        return lifted or value_at(spec, self.path) in self.supported
+        return value_at(spec, self.path) in self.supported
 
 
-LIMITS = (
-    Limit(
-        "precision.fp8.recipe",
-        ("tensorwise", "delayed", "rowwise"),
-        "native fp8 with finer scales",
-        "precision.emulate",
-    ),
-    Limit("precision.fp8.implementation", ("native",), "Transformer Engine"),
-    Limit("precision.fp8.param_gather", (False,), "all-gathers of parameters in fp8"),
-)
+LIMITS = (Limit("precision.fp8.implementation", ("native",), "Transformer Engine"),)
 
 
 def deciding_limit(path: str) -> Limit | None:

@@ -108,12 +108,34 @@ def test_a_compiled_step_computes_what_an_eager_one_does(model, monkeypatch):
     assert_close(train(small_spec(**values, train__compile=True), "cuda", monkeypatch), eager, 1e-2)
 
 
+OF_128 = {  # multiples of the blocks of 128
+    "model__hidden_size": 256,
+    "model__ffn_hidden_size": 256,
+    "model__head_dim": 64,
+    "batch__micro_batch_size": 8,
+}
+SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0)}  # the card that multiplies by these scales; Blackwell has no blockwise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"])
+def test_fp8_matmuls_of_the_card_are_those_of_the_emulation(recipe, monkeypatch):
+    card = torch.cuda.get_device_capability()
+    if card < (8, 9) or (recipe in SINCE and card[0] != SINCE[recipe][0]):
+        pytest.skip(f"this card multiplies no fp8 ({recipe})")
+    sizes = {**WIDE, **(OF_128 if recipe in SINCE else {})}
+    values = {**sizes, "precision__compute_dtype": "fp8", "precision__fp8": {"recipe": recipe}}
+    emulated = train(small_spec(**values, precision__emulate=True), "cuda", monkeypatch)
+    assert_close(train(small_spec(**values), "cuda", monkeypatch), emulated, 1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_fp8_matmuls_of_the_card_are_those_of_the_emulation(recipe, monkeypatch):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this card multiplies no fp8")
-    values = {**WIDE, "precision__compute_dtype": "fp8", "precision__fp8": {"recipe": recipe}}
+def test_fp8_experts_of_the_card_are_those_of_the_emulation(recipe, monkeypatch):
+    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+        pytest.skip("torch multiplies experts in fp8 on Hopper and B200 only")
+    fp8 = {"recipe": recipe, "format": "e4m3"}
+    values = {**WIDE, **MOE, "precision__compute_dtype": "fp8", "precision__fp8": fp8}
     emulated = train(small_spec(**values, precision__emulate=True), "cuda", monkeypatch)
     assert_close(train(small_spec(**values), "cuda", monkeypatch), emulated, 1e-2)
 

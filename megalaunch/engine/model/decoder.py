@@ -30,6 +30,7 @@ from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
 from megalaunch.engine.precision.amax_history import AmaxHistories
+from megalaunch.engine.precision.param_gather import ParamGather
 from megalaunch.plan.parameters import vocabulary_rows
 
 VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
@@ -93,6 +94,7 @@ class Decoder(nn.Module):
             }
         )
         self.amax_histories: AmaxHistories | None = None  # of delayed fp8 scaling
+        self.param_gather: ParamGather | None = None  # of weights in fp8
         self.group_save_policy: SavePolicy = save_activations
         self.recompute_groups: Sequence[Sequence[str]] = ()
         """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""

@@ -139,6 +139,8 @@ def materialize(model: ModelParts, mesh: Mesh) -> None:
     for part in model.parts:
         part.to_empty(device=mesh.device)
         part.tie()
+        if part.param_gather is not None:
+            part.param_gather.attach()
     for _, buffer in model.named_buffers():
         buffer.zero_()
     for module in model.modules():

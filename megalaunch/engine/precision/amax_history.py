@@ -3,12 +3,14 @@
 One entry of the history is a training step: the maximum over its microbatches, and over all ranks of the pipeline
 stage. A maximum does not change if an operand is cast again, in a recomputed forward pass or in the second half of a
 zero-bubble backward pass, and it is the same under every layout. (Transformer Engine makes an entry per microbatch.)
+Each expert of a grouped linear layer has a history of its own: it counts as a linear layer here.
 Shapes: n linear layers, L steps of the history, and the 3 operands of a layer: input, weight, gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,12 +24,13 @@ class AmaxHistories:
     Attributes:
         amax_n3: Largest absolute values in this step so far, fp32.
         scale_n3: Scales of this step, fp32.
+        is_known_n3: Whether a scale comes from an amax: no step has had one of an expert that got no token yet.
         has_scales: False in the first step of a run, which scales by the current values.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        layers: Mapping[str, int | None],
         length: int,
         dtypes: Sequence[torch.dtype],
         margin: int,
@@ -36,21 +39,42 @@ class AmaxHistories:
         """Make empty histories.
 
         Args:
-            names: Of the linear layers, for checkpoints.
+            layers: Names of the linear layers, for checkpoints, with the number of experts of grouped ones.
             length: Steps of a history.
             dtypes: The formats of the 3 operands.
             margin: A scale is divided by 2^margin.
             device: Of the tensors.
         """
-        self._names, self._dtypes, self._margin = tuple(names), tuple(dtypes), margin
-        self.amax_n3 = torch.zeros(len(names), 3, device=device)
-        self._history_nL3 = torch.zeros(len(names), length, 3, device=device)
-        self.scale_n3 = torch.ones(len(names), 3, device=device)
+        self._layers, self._dtypes, self._margin = dict(layers), tuple(dtypes), margin
+        starts = [0, *accumulate(experts or 1 for experts in layers.values())]
+        self._starts, total = dict(zip(layers, starts, strict=False)), starts[-1]
+        self.amax_n3 = torch.zeros(total, 3, device=device)
+        self._history_nL3 = torch.zeros(total, length, 3, device=device)
+        self.scale_n3 = torch.ones(total, 3, device=device)
+        self.is_known_n3 = torch.zeros(total, 3, dtype=torch.bool, device=device)
         self.has_scales = False
 
+    def of_layer(self, name: str) -> LayerAmax:
+        """Return the histories of a linear layer."""
+        start = self._starts[name]
+        return LayerAmax(self, slice(start, start + 1))
+
+    def of_experts(self, name: str, first: int, count: int) -> LayerAmax:
+        """Return the histories of `count` experts of a grouped linear layer, from expert `first` on."""
+        start = self._starts[name] + first
+        return LayerAmax(self, slice(start, start + count))
+
     def states(self) -> Mapping[str, Tensor]:
-        """Return the histories [L, 3] by name, newest entry first, sharing memory; checkpoints hold them."""
-        return {f"fp8.{name}.amax_history": rows for name, rows in zip(self._names, self._history_nL3, strict=True)}
+        """Return the histories by name, newest entry first, sharing memory; checkpoints hold them.
+
+        Those of a linear layer are [L, 3], those of E experts [E, L, 3].
+        """
+        found = {}
+        for name, experts in self._layers.items():
+            start = self._starts[name]
+            rows = self._history_nL3[start] if experts is None else self._history_nL3[start : start + experts]
+            found[f"fp8.{name}.amax_history"] = rows
+        return found
 
     def begin_step(self) -> None:
         """Forget the amaxes of passes since the last step: those of a validation make no entry."""
@@ -77,15 +101,17 @@ class AmaxHistories:
         amax = self._history_nL3.amax(dim=1)
         for operand, dtype in enumerate(self._dtypes):
             self.scale_n3[:, operand] = scale_from_amax(amax[:, operand], dtype, self._margin)
+        self.is_known_n3.copy_(amax > 0)
         self.has_scales = True
 
 
 class LayerAmax:
-    """The part of the histories that belongs to one linear layer."""
+    """The part of the histories that belongs to one linear layer, or to the experts that this rank holds."""
 
-    def __init__(self, histories: AmaxHistories, index: int) -> None:
+    def __init__(self, histories: AmaxHistories, rows: slice) -> None:
         self._histories = histories
-        self._amax_3, self._scale_3 = histories.amax_n3[index], histories.scale_n3[index]
+        self._amax_m3, self._scale_m3 = histories.amax_n3[rows], histories.scale_n3[rows]
+        self._is_known_m3 = histories.is_known_n3[rows]
 
     @property
     def has_scales(self) -> bool:
@@ -93,10 +119,14 @@ class LayerAmax:
         return self._histories.has_scales
 
     def record(self, operand: int, amax: Tensor) -> None:
-        """Note an amax [1, 1] of this step."""
-        noted = self._amax_3[operand]
-        noted.copy_(torch.maximum(noted, amax.view(())))
+        """Note an amax of this step, [1, 1] or [experts, 1]."""
+        noted = self._amax_m3[:, operand]
+        noted.copy_(torch.maximum(noted, amax.flatten()))
 
     def scale(self, operand: int) -> Tensor:
-        """Return the scale of this step, [1, 1]."""
-        return self._scale_3[operand].view(1, 1)
+        """Return the scale of this step, [1, 1] or [experts, 1]."""
+        return self._scale_m3[:, operand].unsqueeze(1)
+
+    def is_known(self, operand: int) -> Tensor:
+        """Return whether the scale comes from an earlier step, [experts, 1]."""
+        return self._is_known_m3[:, operand].unsqueeze(1)

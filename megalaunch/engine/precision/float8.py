@@ -71,6 +71,10 @@ class _Blocks:
     weight: Block
     power_of_two: bool = False
 
+    def scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the scales of blocks with these largest absolute values."""
+        return power_of_two_scale(amax, dtype) if self.power_of_two else scale_from_amax(amax, dtype)
+
 
 _BLOCKS: Mapping[Float8Recipe, _Blocks] = MappingProxyType(
     {
@@ -81,6 +85,11 @@ _BLOCKS: Mapping[Float8Recipe, _Blocks] = MappingProxyType(
         "mxfp8": _Blocks((1, 32), (1, 32), power_of_two=True),
     }
 )
+
+
+def blocks_of(recipe: Float8Recipe) -> _Blocks:
+    """Return the blocks that have a scale each."""
+    return _BLOCKS[recipe]
 
 
 def operand_dtypes(spec: Float8Spec) -> tuple[torch.dtype, ...]:
@@ -96,11 +105,15 @@ class Float8Matmuls:
         emulate: Multiply dequantized values in fp32.
         reduce_amax: The reduction of an amax over ranks.
         delayed: The amax history of the layer, with the delayed recipe.
+
+    Attributes:
+        weight_amax: Returns the amax of a weight that was cast before, which may have saturated; None: of others.
     """
 
     def __init__(self, spec: Float8Spec, emulate: bool, reduce_amax: ReduceAmax, delayed: LayerAmax | None) -> None:
-        self._blocks, self._dtypes, self._wgrad = _BLOCKS[spec.recipe], operand_dtypes(spec), spec.wgrad
+        self._blocks, self._dtypes, self._wgrad = blocks_of(spec.recipe), operand_dtypes(spec), spec.wgrad
         self._emulate, self._reduce_amax, self._delayed = emulate, reduce_amax, delayed
+        self.weight_amax: Callable[[], Tensor] | None = None
 
     def output(self, x: Tensor, weight_FH: Tensor) -> Tensor:
         """Return x W^T."""
@@ -134,9 +147,10 @@ class Float8Matmuls:
     def _scale(self, x_RK: Tensor, operand: Operand, along: LinearDim, block: Block, dtype: torch.dtype) -> Tensor:
         amax = block_amax(x_RK, block)
         if self._delayed is not None:
-            self._delayed.record(operand.index, amax)
+            known = self.weight_amax if operand is WEIGHT else None
+            self._delayed.record(operand.index, amax if known is None else known())
             if self._delayed.has_scales:
                 return self._delayed.scale(operand.index)
         if block[1] == 0:  # a whole row, or all rows; smaller blocks lie within a rank's shard
             amax = self._reduce_amax(operand.dims if block[0] == 0 else (along,), amax)
-        return power_of_two_scale(amax, dtype) if self._blocks.power_of_two else scale_from_amax(amax, dtype)
+        return self._blocks.scale(amax, dtype)

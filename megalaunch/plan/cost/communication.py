@@ -183,7 +183,9 @@ def data_parallel(
     )
     gathering = 0.0
     if p.data_sharding != "no_shard":
-        gathering = gathers * _dense_and_expert(spec, topology, wires, params, activation_bytes(spec))
+        in_fp8 = spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather
+        each = 1 if in_fp8 else activation_bytes(spec)  # embedding and head, a small part, are gathered in bf16 always
+        gathering = gathers * _dense_and_expert(spec, topology, wires, params, each)
     share = unit / max(1.0, sum(params))
     hidden = 0.0
     if p.overlap_grad_reduce:

@@ -132,9 +132,7 @@ class _ParamBytes:
         grad = _BYTES[precision.grad_dtype]
         reduces = topology.dp * topology.cp > 1
         return cls(
-            compute=1
-            if precision.compute_dtype == "fp8" and precision.fp8.param_gather
-            else dtype_bytes(precision.compute_dtype),
+            compute=dtype_bytes(precision.compute_dtype),
             main=main_param_bytes(spec),
             grad=grad,
             reduced=min(_BYTES[precision.grad_reduce_dtype], grad) if reduces else grad,

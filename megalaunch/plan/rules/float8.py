@@ -13,7 +13,9 @@ from megalaunch.platform.chips import CHIPS
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Block size by recipe: operand alignment of an fp8 matmul (16), or values per scale (DeepSeek-V3: 128, MX: 32)."""
 
+_HOPPER = ("h100", "h100_pcie", "h100_nvl", "h200")
 _BLACKWELL = ("b200", "gb200")
+_FNUZ = ("mi300x",)
 
 register_inert(
     InertSetting(
@@ -43,6 +45,12 @@ def _alignment(at: RuleContext) -> int | None:
     """Return the block size of the fp8 recipe, or None without fp8."""
     precision = at.spec.precision
     return ALIGNMENT[precision.fp8.recipe] if precision.compute_dtype == "fp8" else None
+
+
+def _is_native(at: RuleContext) -> bool:
+    """Return whether torch's fp8 matmuls are used."""
+    precision = at.spec.precision
+    return bool(_alignment(at)) and not precision.emulate and precision.fp8.implementation == "native"
 
 
 def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: int = 1) -> Iterator[Violation]:
@@ -78,14 +86,28 @@ def chip(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.experts", "Mixtures of experts are not trained in fp8.")
+@rule("fp8.experts", "Native fp8 experts have scales of tensors or rows, and all operands in e4m3.")
 def experts(at: RuleContext) -> Iterator[Violation]:
-    """Their grouped matmuls have no fp8 form in the engine yet; they can be planned."""
-    if at.purpose == "train" and _alignment(at) and at.spec.model.moe.num_experts:
+    """torch's grouped matmul in fp8 takes two matrices in e4m3 with one scale a row. Emulation has no such limits."""
+    if not (_is_native(at) and at.has_experts):
+        return
+    fp8 = at.spec.precision.fp8
+    fixes: tuple[Fix, ...] = (
+        {"precision.fp8.recipe": "rowwise", "precision.fp8.format": "e4m3"},
+        {"precision.emulate": True},
+        {"precision.compute_dtype": "bf16"},
+    )
+    if fp8.recipe in ("blockwise", "mxfp8"):
         yield Violation(
-            "precision.compute_dtype",
-            "the engine of this version has no fp8 matmuls for experts",
-            fixes=({"precision.compute_dtype": "bf16"},),
+            "precision.fp8.recipe",
+            f"native matmuls of experts have a scale for a tensor or a row, not for a part of a row ({fp8.recipe})",
+            fixes=fixes,
+        )
+    elif fp8.format != "e4m3":
+        yield Violation(
+            "precision.fp8.format",
+            f"native matmuls of experts multiply e4m3 only, but with format {fp8.format} gradients are in e5m2",
+            fixes=fixes,
         )
 
 
@@ -115,13 +137,40 @@ def tp_comm_overlap(at: RuleContext) -> Iterator[Violation]:
 @rule("fp8.mxfp8_chip", "The mxfp8 recipe runs on Blackwell.")
 def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
     """Its tensor cores read one scale per 32 values; other chips have no such instruction."""
-    facts = CHIPS.get(at.spec.platform.chip)
+    yield from _recipe_chips(at, "mxfp8", "Blackwell", _BLACKWELL, ("blockwise", "rowwise"))
+
+
+@rule("fp8.blockwise_chip", "The native blockwise recipe runs on Hopper.")
+def blockwise_chip(at: RuleContext) -> Iterator[Violation]:
+    """torch's matmul with scales of 1 x 128 and 128 x 128 values is cuBLAS's of Hopper; Blackwell has mxfp8 instead."""
+    if at.spec.precision.fp8.implementation == "native":  # Transformer Engine has it on Blackwell too
+        yield from _recipe_chips(at, "blockwise", "Hopper", _HOPPER, ("mxfp8", "rowwise"))
+
+
+def _recipe_chips(
+    at: RuleContext, recipe: str, generation: str, chips: tuple[str, ...], others: tuple[str, ...]
+) -> Iterator[Violation]:
+    """Yield a violation if the chip multiplies fp8, but not by this recipe; fixes are other recipes."""
+    facts, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
     known = facts is not None and "fp8" in facts.peak_flops
-    if _alignment(at) == 32 and known and not at.spec.precision.emulate and at.spec.platform.chip not in _BLACKWELL:
+    if not _alignment(at) or precision.emulate or not known or at.spec.platform.chip in chips:
+        return
+    if precision.fp8.recipe == recipe:
         yield Violation(
             "precision.fp8.recipe",
-            f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), but the chip is {at.spec.platform.chip}",
-            fixes=({"precision.fp8.recipe": "blockwise"}, {"precision.fp8.recipe": "rowwise"}),
+            f"{recipe} needs {generation} ({', '.join(chips)}), but the chip is {at.spec.platform.chip}",
+            fixes=tuple({"precision.fp8.recipe": other} for other in others),
+        )
+
+
+@rule("fp8.fnuz_chip", "Native fp8 needs the formats e4m3fn and e5m2.")
+def fnuz_chip(at: RuleContext) -> Iterator[Violation]:
+    """CDNA 3 multiplies e4m3fnuz and e5m2fnuz, whose exponents have another bias; the engine casts to OCP's formats."""
+    if _is_native(at) and at.spec.platform.chip in _FNUZ:
+        yield Violation(
+            "precision.compute_dtype",
+            f"{at.spec.platform.chip} multiplies e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2",
+            fixes=({"precision.emulate": True}, {"precision.compute_dtype": "bf16"}),
         )
 
 
@@ -265,6 +314,20 @@ def gather_needs_shards(at: RuleContext) -> Iterator[Violation]:
             "precision.fp8.param_gather",
             "param_gather needs a data_sharding other than no_shard",
             fixes=({"parallel.data_sharding": "optim"}, {"precision.fp8.param_gather": False}),
+        )
+
+
+@rule("fp8.gather_recipe", "fp8.param_gather has a recipe with one scale for a matrix.")
+def gather_recipe(at: RuleContext) -> Iterator[Violation]:
+    """Shards are cast before they are gathered, and cast again in the direction of each matmul."""
+    fp8 = at.spec.precision.fp8
+    if not (_alignment(at) and fp8.param_gather):
+        return
+    if fp8.recipe not in ("tensorwise", "delayed"):
+        yield Violation(
+            "precision.fp8.param_gather",
+            f"param_gather needs one scale for a matrix, but {fp8.recipe} has many",
+            fixes=({"precision.fp8.recipe": "tensorwise"}, {"precision.fp8.param_gather": False}),
         )
 
 

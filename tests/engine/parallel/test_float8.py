@@ -15,15 +15,14 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, float8_spec, run, train
 from forked_ranks import run_ranks
-from oracle import joined_stages, on_ranks, small_spec
 from resumed_run import loaded, saved_and_gone_on
 from slow_cases import slow_but
 
 from megalaunch.engine.parallel import compile as compiling
 from megalaunch.engine.precision import float8, policy
 from megalaunch.engine.precision.amax_history import AmaxHistories
-from megalaunch.engine.precision.float8 import _Blocks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"tp": 2, "sequence_parallel": True},
@@ -34,23 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 pp2 vpp2": {"dp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved"},
     "tp2 cp2 sp": {"tp": 2, "cp": 2, "sequence_parallel": True},
 }
-
-
-def float8_spec(layout: dict[str, Any], recipe: str, **values: Any) -> Any:
-    sizes = {f"parallel__{key}": value for key, value in layout.items()}
-    precision = {"precision__compute_dtype": "fp8", "precision__emulate": True, "precision__fp8": {"recipe": recipe}}
-    width = {"model__hidden_size": 32, "model__ffn_hidden_size": 64, "model__num_attention_heads": 4}
-    heads = {"model__head_dim": 8, "model__num_layers": 4, "batch__micro_batch_size": 1, "parallel__dp": 1}
-    return small_spec(**{**precision, **width, **heads, **sizes, **values})
-
-
-def _train(spec: Any, every_stage: bool) -> Any:
-    policy._FORMATS["fp8"] = torch.float32  # in this forked process: all but the fp8 matmuls
-    return on_ranks(spec, every_stage)
-
-
-def run(spec: Any) -> Any:
-    return joined_stages(run_ranks(spec.cluster.devices_per_node, _train, spec, True))
 
 
 @pytest.fixture(scope="module", params=("tensorwise", "delayed", pytest.param("rowwise", marks=pytest.mark.slow)))
@@ -65,17 +47,6 @@ def test_layouts_agree(layout, one_rank):
     assert_close(run(float8_spec(LAYOUTS[layout], recipe)), expected)
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    """Most gradients differ by the order of sums alone, and no value by more than what steps across borders change."""
-    differences = [
-        float((found.gradients[name] - gradient).abs().max() / gradient.abs().max())
-        for name, gradient in expected.gradients.items()
-    ]
-    assert median(differences) < 1e-5
-    assert max(differences) < 0.03
-    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-
-
 FINE = ("rowwise", "blockwise", "mxfp8")
 FINE_LAYOUTS = {
     "tp2 sp": {"tp": 2, "sequence_parallel": True},
@@ -83,19 +54,6 @@ FINE_LAYOUTS = {
     "cp2": {"cp": 2, "cp_comm_type": ("p2p",)},
     "dp2 zero3": {"dp": 2, "data_sharding": "optim_grads_params"},
 }
-WIDTH = 8  # of a block here: shards hold whole blocks, as the rules demand, and a small model has few values at borders
-SMALL_BLOCKS = {
-    "rowwise": _Blocks((1, 0), (1, 0)),
-    "blockwise": _Blocks((1, WIDTH), (WIDTH, WIDTH)),
-    "mxfp8": _Blocks((1, WIDTH), (1, WIDTH), power_of_two=True),
-}
-
-
-def fine_spec(layout: dict[str, Any], recipe: str, **values: Any) -> Any:
-    """Two layers whose shards under tp2 are a block wide and whose parts of a sample under cp2 are a block long."""
-    sizes = {"hidden_size": 2 * WIDTH, "ffn_hidden_size": 4 * WIDTH, "head_dim": WIDTH, "num_layers": 2}
-    model = {f"model__{key}": value for key, value in {**sizes, "num_query_groups": 2}.items()}
-    return float8_spec(layout, recipe, batch__sequence_length=4 * WIDTH, batch__global_batch_size=2, **model, **values)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +83,7 @@ def test_a_compiled_decoder_has_the_numbers_of_an_eager_one(one_rank_of, monkeyp
 def _train_compiled(spec: Any) -> Any:
     from torch._dynamo.utils import counters
 
-    numbers = _train(spec, True)
+    numbers = train(spec, True)
     assert 1 <= counters["stats"]["unique_graphs"] <= 2, dict(counters["stats"])  # forward of training, of validation
     return numbers
 

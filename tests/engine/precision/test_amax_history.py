@@ -7,17 +7,18 @@ import math
 import pytest
 import torch
 
-from megalaunch.engine.precision.amax_history import AmaxHistories, LayerAmax
+from megalaunch.engine.precision.amax_history import AmaxHistories
 from megalaunch.kernels.float8_cast import E4M3, E5M2
 
 
 def made(length=3, margin=0):
-    return AmaxHistories(["layers.0.a", "layers.0.b"], length, (E4M3, E4M3, E5M2), margin, torch.device("cpu"))
+    layers = {"layers.0.a": None, "layers.0.b": None, "layers.0.experts": 4}
+    return AmaxHistories(layers, length, (E4M3, E4M3, E5M2), margin, torch.device("cpu"))
 
 
 def step(histories, *microbatches):
     """One step in which the input of the second layer has these amaxes."""
-    layer = LayerAmax(histories, 1)
+    layer = histories.of_layer("layers.0.b")
     histories.begin_step()
     for amax in microbatches:
         layer.record(0, torch.tensor([[amax]]))
@@ -43,7 +44,7 @@ def test_golden_scales(length, margin, scales):
 
 def test_gradients_have_the_range_of_their_format():
     histories = made()
-    layer = LayerAmax(histories, 0)
+    layer = histories.of_layer("layers.0.a")
     layer.record(2, torch.tensor([[7.0]]))
     histories.end_step(lambda amax: amax)
     assert layer.scale(2).item() == 8192
@@ -60,14 +61,14 @@ def test_an_amax_that_says_nothing_repeats_the_last_one(amax):
 def test_passes_between_steps_make_no_entry():
     histories = made()
     step(histories, 4.0)
-    LayerAmax(histories, 1).record(0, torch.tensor([[100.0]]))  # a validation
+    histories.of_layer("layers.0.b").record(0, torch.tensor([[100.0]]))  # a validation
     assert step(histories, 4.0) == 448 / 4
 
 
 def test_the_maximum_over_ranks_counts():
     histories = made()
     histories.end_step(lambda amax: torch.full_like(amax, 14.0))
-    assert histories.scale_n3.tolist() == [[32.0, 32.0, 4096.0]] * 2
+    assert histories.scale_n3.tolist() == [[32.0, 32.0, 4096.0]] * 6
 
 
 def test_states_restore_the_scales():
@@ -78,3 +79,14 @@ def test_states_restore_the_scales():
     second.restored()
     assert second.has_scales
     assert torch.equal(second.scale_n3, first.scale_n3)
+
+
+def test_experts_have_histories_of_their_own():
+    """A rank notes those of its experts; an expert without tokens so far has no scale."""
+    histories = made()
+    mine = histories.of_experts("layers.0.experts", first=1, count=2)
+    mine.record(0, torch.tensor([[2.0], [0.0]]))
+    histories.end_step(lambda amax: amax)
+    assert mine.scale(0)[0].item() == 224
+    assert mine.is_known(0).flatten().tolist() == [True, False]
+    assert histories.states()["fp8.layers.0.experts.amax_history"][:, 0, 0].tolist() == [0.0, 2.0, 0.0, 0.0]

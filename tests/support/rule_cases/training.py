@@ -5,6 +5,11 @@ from rule_cases.case import H100, TINY, Case
 FP8 = (*H100, "precision.compute_dtype=fp8", "batch.global_batch_size=16")
 FP16 = (*H100, "precision.compute_dtype=fp16", "batch.global_batch_size=16")
 ANY_GPUS = ("cluster.devices_per_node=8", "precision.compute_dtype=fp8", "batch.global_batch_size=16")
+BLOCKS_OF_128 = (
+    "model.hidden_size=128", "model.ffn_hidden_size=128", "model.head_dim=128", "model.num_attention_heads=1",
+    "model.num_query_groups=1", "batch.sequence_length=128",
+)  # fmt: skip
+OF_EXPERTS = ("precision.fp8.recipe=rowwise", "precision.fp8.format=e4m3")
 WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
@@ -141,9 +146,12 @@ PRECISION = {
         " precision.emulate=true",
     ),
     "fp8.experts": Case(
-        "precision.compute_dtype=fp8", "precision.compute_dtype=bf16",
-        ("recipe=mixtral_tiny", "data.mock=true", *H100, "batch.global_batch_size=16"), "train",
+        "precision.fp8.format=hybrid", "precision.fp8.format=e4m3", (*MIXTRAL, *FP8, "precision.fp8.recipe=rowwise")
     ),
+    "fp8.blockwise_chip": Case(
+        "platform=b200", "platform=h100", (*TINY, *ANY_GPUS, "precision.fp8.recipe=blockwise", *BLOCKS_OF_128)
+    ),
+    "fp8.fnuz_chip": Case("platform=mi300x", "platform=h200", (*TINY, *ANY_GPUS)),
     "fp8.compile": Case(
         "precision.fp8.recipe=delayed", "precision.fp8.recipe=rowwise",
         ("recipe=tiny", "data.mock=true", *FP8, "train.compile=true"), "train",
@@ -162,15 +170,15 @@ PRECISION = {
     ),
     "fp8.ffn": Case("model.ffn_hidden_size=72", "model.ffn_hidden_size=80", (*TINY, *FP8)),
     "fp8.expert_ffn": Case(
-        "model.moe.ffn_hidden_size=40", "model.moe.ffn_hidden_size=48", (*MIXTRAL, *FP8)
+        "model.moe.ffn_hidden_size=40", "model.moe.ffn_hidden_size=48", (*MIXTRAL, *FP8, *OF_EXPERTS)
     ),
     "fp8.shared_ffn": Case(
         "model.moe.shared_ffn_hidden_size=40",
         "model.moe.shared_ffn_hidden_size=48",
-        (*DEEPSEEK, *FP8, "model.mla.q_lora_rank=32"),
+        (*DEEPSEEK, *FP8, *OF_EXPERTS, "model.mla.q_lora_rank=32"),
     ),
     "fp8.heads": Case("model.head_dim=12", "model.head_dim=24", (*TINY, *FP8)),
-    "fp8.latent": Case("model.mla.q_lora_rank=24", "model.mla.q_lora_rank=32", (*DEEPSEEK, *FP8)),
+    "fp8.latent": Case("model.mla.q_lora_rank=24", "model.mla.q_lora_rank=32", (*DEEPSEEK, *FP8, *OF_EXPERTS)),
     "fp8.tokens": Case("batch.sequence_length=36", "batch.sequence_length=40", (*TINY, *FP8)),
     "fp8.layers_delayed": Case(
         "precision.fp8.recipe=delayed",
@@ -187,6 +195,10 @@ PRECISION = {
     "fp8.history_length": Case(
         "precision.fp8.amax_history_len=3", "precision.fp8.amax_history_len=4",
         (*TINY, *FP8, "precision.fp8.recipe=delayed")
+    ),
+    "fp8.gather_recipe": Case(
+        "precision.fp8.recipe=rowwise", "precision.fp8.recipe=delayed",
+        (*TINY, *FP8, "precision.fp8.param_gather=true")
     ),
     "fp8.gather_needs_shards": Case(
         "precision.fp8.param_gather=true parallel=zero0", "precision.fp8.param_gather=true", (*TINY, *FP8)

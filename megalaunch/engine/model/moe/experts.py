@@ -12,19 +12,23 @@ from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.mlp import apply_activation
 from megalaunch.engine.param_layout import EXPERT_COLUMN, EXPERT_ROW, EXPERT_ROW_BIAS, ParamLayout, local_param
-from megalaunch.kernels.grouped_linear import grouped_linear
+from megalaunch.kernels.grouped_linear import GROUPED_COMPUTE_DTYPE, GroupedMatmuls, grouped_linear_by
 from megalaunch.kernels.overridable import overridable
 from megalaunch.schema.model import GATED
 
 
 class GroupedLinear(nn.Module):
-    """x -> x W_e^T (+ b_e) for the expert e of each row; `weight` is [E, out, in]."""
+    """x -> x W_e^T (+ b_e) for the expert e of each row; `weight` is [E, out, in].
+
+    `matmuls` computes its products, in fp8 for instance.
+    """
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.matmuls: GroupedMatmuls = GROUPED_COMPUTE_DTYPE
         self.bias_layout = EXPERT_ROW_BIAS if layout is EXPERT_ROW else layout
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
@@ -32,7 +36,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
         """Apply the layer, [R, in] -> [R, out]; the rows of expert e end before offsets[e]."""
         bias = None if self.bias is None else local_param(self.bias)
-        return grouped_linear(x_RH, local_param(self.weight), offsets_E, bias)
+        return grouped_linear_by(self.matmuls, x_RH, local_param(self.weight), offsets_E, bias)
 
 
 @overridable
