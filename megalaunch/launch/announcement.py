@@ -1,7 +1,8 @@
 """Announce a launch: node 0 tells the launchers of the other nodes that it prepares a run, and when the run is ready.
 
-Node 0 answers every connection with one line: the id of the launch, and the SHA-256 of spec.yaml once it is written.
-Neither is secret. The agents authenticate each other later, by the secret in rendezvous.json.
+Node 0 answers every connection with one line: the id of the launch, the SHA-256 of spec.yaml once it is written, the
+versions of its software, and its clock. None is secret. The agents authenticate each other later, by the secret in
+rendezvous.json.
 """
 
 from __future__ import annotations
@@ -13,24 +14,37 @@ import os
 import re
 import socket
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import astuple, dataclass
 from types import TracebackType
 
 from megalaunch.launch.directory import RunDirectoryError
+from megalaunch.launch.software import Software
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials, renew_credentials
 
-_LINE = re.compile(r"megalaunch-launch ([0-9a-f]{64}) ([0-9a-f]{64}|-)\n")
-_MAX_BYTES = 256
+_LINE = re.compile(
+    r"megalaunch-launch ([0-9a-f]{64}) ([0-9a-f]{64}|-) ([0-9a-f]{12}) (\S{1,40}) (\S{1,40}) (\d+\.\d+)\n"
+)
+_MAX_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Announced:
-    """The line of node 0: the id of its launch, and the SHA-256 of its spec.yaml (None: not written yet)."""
+    """The line of node 0.
+
+    Attributes:
+        launch_id: the id of its launch.
+        spec: the SHA-256 of its spec.yaml; None: not written yet.
+        software: its versions; None: no answer in time.
+        clock_ahead: seconds by which its clock is ahead of this node's.
+    """
 
     launch_id: str
     spec: str | None
+    software: Software | None = None
+    clock_ahead: float = 0.0
 
 
 class NotAnnounced(Exception):
@@ -53,7 +67,8 @@ class Announcement:
             self._listener.close()
             message = f"{directory.rendezvous} cannot be written ({error.strerror})"
             raise RunDirectoryError(message, "name another run.directory") from error
-        self._line = f"megalaunch-launch {launch_id(directory)} -\n".encode()
+        self._software = " ".join(astuple(Software.of_this_node()))
+        self._spec, self._launch_id = "-", launch_id(directory)
         threading.Thread(target=self._answer, name="announcement", daemon=True).start()
 
     def __enter__(self) -> Announcement:
@@ -70,8 +85,10 @@ class Announcement:
 
     def run_is_ready(self) -> None:
         """Tell the other nodes that the run directory is complete."""
-        line = f"megalaunch-launch {launch_id(self._directory)} {spec_hash(self._directory)}\n"
-        self._line = line.encode()
+        self._spec = str(spec_hash(self._directory))
+
+    def _line(self) -> bytes:
+        return f"megalaunch-launch {self._launch_id} {self._spec} {self._software} {time.time():.3f}\n".encode()
 
     def _answer(self) -> None:
         while True:
@@ -80,7 +97,7 @@ class Announcement:
             except OSError:  # shut down
                 return
             with connection, contextlib.suppress(OSError):
-                connection.sendall(self._line)
+                connection.sendall(self._line())
 
 
 def _listen(place: NodePlace) -> socket.socket:
@@ -109,6 +126,7 @@ def read_announcement(place: NodePlace, timeout: float) -> Announced:
         OSError: no connection or no answer.
         NotAnnounced: the answer is not that of a launcher.
     """
+    asked = time.time()
     with socket.create_connection((place.first_node, place.port), timeout) as connection:
         text = b""
         while len(text) < _MAX_BYTES and not text.endswith(b"\n") and (block := connection.recv(_MAX_BYTES)):
@@ -116,7 +134,8 @@ def read_announcement(place: NodePlace, timeout: float) -> Announced:
     match = _LINE.fullmatch(text.decode("ascii", errors="replace"))
     if match is None:
         raise NotAnnounced
-    return Announced(match[1], None if match[2] == "-" else match[2])
+    ahead = float(match[6]) - (asked + time.time()) / 2
+    return Announced(match[1], None if match[2] == "-" else match[2], Software(match[3], match[4], match[5]), ahead)
 
 
 def launch_id(directory: RunDirectory) -> str | None:
