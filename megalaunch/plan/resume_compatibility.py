@@ -42,6 +42,7 @@ CHANGEABLE = (
     "train.check_for_spiky_loss",
     "train.spiky_loss_factor",
     "train.bad_step_action",
+    "train.rerun_mode",
     "train.rewind_batches",
     "train.max_bad_steps",
     "train.iterations_to_skip",

@@ -40,6 +40,11 @@ class TrainSpec:
         "At a loss spike, or a loss or gradient that is not finite: end the run (exit code 7), leave the batch out, or "
         "load an earlier checkpoint and leave out rewind_batches.",
     )
+    rerun_mode: Literal["disabled", "validate_results"] = setting(
+        "disabled",
+        "validate_results: compute a bad step a second time, and name the ranks whose losses differ: a device, not the "
+        "data, is then at fault.",
+    )
     rewind_batches: int = setting(
         10, "Batches that a rewind leaves out: the one of the bad step and those before it.", "batches", minimum=1
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn
 
@@ -147,7 +148,7 @@ class TrainStep:
         stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)
         stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
         overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
-        self._require_good(step, batch, losses, stats, overflowed)
+        self._require_good(step, batch, (tokens, mtp_tokens), losses, stats, overflowed)
         skipped = overflowed or stats.grad_norm > (self._spec.optimizer.skip_step_grad_norm or math.inf)
         rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
         self._update(rate, embedding_lr, stats.grad_norm, skipped=skipped)
@@ -200,16 +201,44 @@ class TrainStep:
         )
 
     def _require_good(
-        self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction, overflowed: bool
+        self,
+        step: int,
+        batch: StepBatch,
+        counts: tuple[int, list[int]],
+        losses: Tensor,
+        stats: StepReduction,
+        overflowed: bool,
     ) -> None:
         """Raise RunEnd or BadStep if the step is bad, on every rank; else add its loss to the history. Collective."""
+        spike = self._history.describe_spike(stats.loss) if stats.finite else None
         if not stats.finite and not overflowed:
-            self._refuse(self._non_finite_end(step, batch, losses, stats), stats.stop)
-        spike = self._history.describe_spike(stats.loss)
-        if spike is not None:
+            ending = self._non_finite_end(step, batch, losses, stats)
+        elif spike is not None:
             reason = f"the loss {stats.loss:.4g} of step {step} {spike}; the update was not made"
-            self._refuse(RunEnd(ExitCode.NON_FINITE, reason, step - 1, {"spike": stats.loss}), stats.stop)
-        self._history.append(stats.loss)
+            ending = RunEnd(ExitCode.NON_FINITE, reason, step - 1, {"spike": stats.loss})
+        else:
+            self._history.append(stats.loss)
+            return
+        if self._spec.train.rerun_mode == "validate_results":
+            again = self._rerun(batch, counts, losses)
+            ending = RunEnd(ending.exit_code, f"{ending.reason}; {again}", ending.step, ending.details)
+        self._refuse(ending, stats.stop)
+
+    def _rerun(self, batch: StepBatch, counts: tuple[int, list[int]], losses: Tensor) -> str:
+        """Compute the losses of a bad step again; return which ranks got others. Collective.
+
+        Differences of kernels that are not deterministic are far below the tolerance.
+        """
+        self._optimizer.drop_grads()
+        again = self._forward_backward.train(batch, *counts)
+        take_expert_sums(self._model, self._mesh.device)
+        same = torch.allclose(again, losses, rtol=1e-3, atol=0, equal_nan=True)
+        rank = self._mesh.rank
+        mine = None if same else f"rank {rank} ({self._mesh.topology.coordinates(rank)}) on {socket.gethostname()}"
+        ranks = [name for name in all_gather_objects(mine) if name]
+        if not ranks:
+            return "computed again, all losses are the same"
+        return f"computed again, the losses of {', '.join(map(str, ranks))} are others: suspect these devices"
 
     def _refuse(self, ending: RunEnd, stop: signal.Signals | None) -> NoReturn:
         """End a bad step before its update: raise `ending`, or a BadStep if the run goes on without the batch."""

@@ -140,6 +140,24 @@ def test_a_loss_that_is_not_finite_before_a_checkpoint_is_skipped(spec, tmp_path
     )
 
 
+@pytest.mark.parametrize("transient", [False, True])
+def test_a_bad_step_is_computed_again(spec, tmp_path, monkeypatch, transient):
+    real, calls = SingleStage.train, []
+
+    def train(self, batch, *rest):
+        losses = real(self, batch, *rest)
+        if batch.indices[0].start == 3 * BATCH:  # of rank 0
+            calls.append(batch)
+            return losses if transient and len(calls) > 1 else losses * float("nan")
+        return losses
+
+    monkeypatch.setattr(SingleStage, "train", train)
+    ending = run_loop(with_values(spec, {"train.steps": 5, "train.rerun_mode": "validate_results"}), tmp_path)
+    assert (int(ending.exit_code), ending.step) == (7, 3)
+    said = "the losses of rank 0 (dp0) on" if transient else "all losses are the same"
+    assert f"; computed again, {said}" in ending.reason
+
+
 def test_few_losses_are_no_history():
     history = LossHistory(TrainSpec(steps=1, check_for_spiky_loss=True))
     for _ in range(15):
