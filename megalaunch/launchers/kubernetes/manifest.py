@@ -53,7 +53,8 @@ def manifest(job: Job, name: str) -> list[Object]:
     """Return the objects to create, the job last. Raises LauncherError without an image."""
     if job.settings.kubernetes.image is None:
         raise LauncherError("launcher.kubernetes.image is not set", "give an image with megalaunch[train]")
-    kind = job.settings.kubernetes.kind
+    settings: KubernetesSpec = job.settings.kubernetes
+    kind = settings.kind
     if kind == "job":
         return [_service(job, name), _job(job, name)]
     return [_jobset(job, name) if kind == "jobset" else _trainjob(job, name)]

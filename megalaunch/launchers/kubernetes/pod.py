@@ -56,7 +56,8 @@ def command(job: Job) -> list[str]:
 
 def working_directory(job: Job) -> str:
     """Return the directory in the pods where the command runs."""
-    return job.settings.kubernetes.working_dir or str(job.working_directory)
+    settings: KubernetesSpec = job.settings.kubernetes
+    return settings.working_dir or str(job.working_directory)
 
 
 def escaped(words: Iterable[str]) -> list[str]:
