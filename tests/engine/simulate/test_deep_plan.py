@@ -105,6 +105,9 @@ AGREED = {
     "zero0": ("parallel=zero0dp8", "batch.global_batch_size=16"),
     "zero2": ("parallel=zero2dp8", "batch.global_batch_size=16"),
     "zero3": ("parallel=zero3dp8", "batch.global_batch_size=16"),
+    "zero3, weights gathered in fp8": (
+        *("parallel=zero3dp8", "batch.global_batch_size=16", "precision=fp8", "precision.fp8.param_gather=true"),
+    ),
     "zero3 fp32": ("parallel=zero3dp8", "batch.global_batch_size=8", "precision=fp32"),
     "tp4": ("parallel=tp4", "batch.global_batch_size=4"),
     "tp8sp": ("parallel=tp8sp", "batch.global_batch_size=2"),
