@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
-from pathlib import Path
+import sys
+import types
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from forked_ranks import run_ranks
 
 from megalaunch.engine.checkpoint.coordination import run_on_all_ranks
 from megalaunch.engine.checkpoint.store import CheckpointError, load_checkpoint, save_checkpoint
-from megalaunch.engine.restricted_objects import DisallowedObject, install_restricted_unpickler
+from megalaunch.engine.restricted_objects import DisallowedObject, _Unpickler, install_restricted_unpickler
 from megalaunch.engine.run_end import RankError
 from megalaunch.rundir.outcome import ExitCode
 
@@ -54,6 +57,36 @@ def test_what_ranks_do_send_arrives(tmp_path):
         assert everyone == [sent, sent]
 
     run_ranks(2, gather)
+
+
+class Getattr:
+    """Reduced to a call of getattr, as Python 3.11.0 to 3.11.3 (Debian 12) reduce a member of an enumeration."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_getattr_reads_members_of_enumerations_only():
+    def gather() -> None:
+        install_restricted_unpickler()
+        everyone = [None, None]
+        dist.all_gather_object(everyone, Getattr(ExitCode, "DATA"))
+        assert everyone == [ExitCode.DATA, ExitCode.DATA]
+        for target, name in ((ExitCode, "__subclasses__"), (ExitCode, "mro"), ("text", "format"), (Path, "unlink")):
+            with pytest.raises(DisallowedObject, match=r"builtins\.getattr, which no rank of a run sends"):
+                dist.all_gather_object(everyone, Getattr(target, name))
+
+    run_ranks(2, gather)
+
+
+def test_a_path_has_another_name_in_python_3_13(monkeypatch):
+    module = types.ModuleType("pathlib._local")
+    module.PosixPath = PosixPath
+    monkeypatch.setitem(sys.modules, "pathlib._local", module)
+    assert _Unpickler(io.BytesIO()).find_class("pathlib._local", "PosixPath") is PosixPath
 
 
 def test_checkpoints_and_their_errors_arrive(tmp_path):
