@@ -120,10 +120,10 @@ def test_all_problems_come_at_once_with_their_places():
         (
             "model=meta-llama/Llama-3.1-8B-Instruct",
             "model",
-            "model=llama31_8b has its architecture, .*load_pretrained=FOLDER",
+            "model=llama31_8b has its architecture, .*load_pretrained=hf://",
         ),
         ("model=Qwen/Qwen2.5-7B", "model", "model=qwen25_7b has its architecture, "),
-        ("model=nobody/Unheard-Of-3B", "model", "checkpoint.load_pretrained=FOLDER"),
+        ("model=nobody/Unheard-Of-3B", "model", "checkpoint.load_pretrained=hf://"),
         ("tokenizer=openai-community/gpt2", "tokenizer", "tokenizer.path=openai-community/gpt2"),
         ("train.steps", "train.steps", "is not of the form KEY=VALUE; write train.steps=VALUE"),
         ("train.steps=1,2", "train.steps", r"has several values \(1,2\); give one, e.g. train.steps=1"),

@@ -14,6 +14,7 @@ from megalaunch.importers.huggingface.multimodal import TEXT
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
 from megalaunch.importers.huggingface.rope import FIELD_OF
 from megalaunch.schema import SpecProblem
+from megalaunch.schema.remote import is_hub_address
 
 _OWN_SHAPE = "take another folder, or write the shape yourself as conf/model/NAME.yaml and choose model=NAME"
 # Field of the model section: the keys that can set it, the first match wins.
@@ -116,7 +117,7 @@ def read_model_section(folder: Path, shown: str, name: str | None = None) -> Mod
         shown: Its name in messages.
         name: The model's name; None: the folder's.
     """
-    config_shown = f"{shown.rstrip('/')}/{CONFIG}"
+    config_shown = f"{shown}/{CONFIG}" if is_hub_address(shown) else str(Path(shown) / CONFIG)
     try:
         refused = other_format(folder) or _no_config(folder, shown)
         text = "" if refused else read_text(folder / CONFIG)
