@@ -27,6 +27,8 @@ from megalaunch.config.search_space import Categorical, Range
 from megalaunch.schema import RunSpec, SpecError, SpecProblem, build_run_spec
 from megalaunch.schema.paths import entry_at
 
+_COMMAND_LINE_ONLY = ("train.eval_tasks.include_path",)
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -93,6 +95,7 @@ class Composer:
         data, unresolved = to_plain_data(composed.with_values(typed))
         origins = _origins(files, choices, typed)
         problems += [SpecProblem(path, text, _where(origins, path)) for path, text in unresolved.items()]
+        problems += _not_typed(origins, data)
         if not problems:
             problems += shadowed_overrides(parsed, files.options, files.chain, data, typed)
         try:
@@ -195,6 +198,15 @@ def _group_origins(option: str, found: ConfigValues) -> dict[str, Origin]:
 
 def _where(origins: Mapping[str, Origin], path: str) -> str:
     return origins[path].where if path in origins else ""
+
+
+def _not_typed(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> list[SpecProblem]:
+    """Return a problem for each key that only the command line may set, but a file sets."""
+    return [
+        SpecProblem(path, "leads to code that is run, so only the command line may set it", origins[path].where)
+        for path in _COMMAND_LINE_ONLY
+        if origins[path].kind in ("recipe", "group") and entry_at(data, path) is not None
+    ]
 
 
 def _reopen_derived(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> dict[str, Origin]:

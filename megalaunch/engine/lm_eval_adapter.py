@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from megalaunch.engine.inference.batch_generation import Completion
 from megalaunch.engine.inference.chat_template import named_token
-from megalaunch.engine.inference.load_model import LanguageModel, open_model
+from megalaunch.engine.inference.generate import TextModel
+from megalaunch.engine.inference.load_model import LanguageModel, ModelSource, open_model
 from megalaunch.engine.inference.loglikelihood import loglikelihoods
-from megalaunch.engine.inference.request import GenerationRequest, generate_texts
+from megalaunch.engine.inference.request import GenerationRequest, generate_with
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.platform.registry import platform_of
 
@@ -43,6 +44,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         max_length: Maximum context in tokens; None: the model's maximum. Longer inputs are truncated from the left.
         max_gen_toks: Maximum number of generated tokens, for tasks that do not set it.
         device: torch device name; None, or CUDA where there is none: the best device of this machine.
+        computing: Computes the logits in place of a loaded model's decoder; `pretrained` may lack weights then.
 
     Raises:
         ValueError: `batch_size` or `max_length` is invalid; other errors as `open_model`.
@@ -50,19 +52,24 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def __init__(
         self,
-        pretrained: str | Path | LanguageModel,
+        pretrained: str | Path | ModelSource,
         batch_size: int | str = 1,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         device: str | None = None,
+        computing: TextModel | None = None,
     ) -> None:
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a number of rows, 1 or more, not {batch_size!r}")
-        if not isinstance(pretrained, LanguageModel):
+        if not isinstance(pretrained, ModelSource):
             pretrained = open_model(Path(pretrained).expanduser(), device=_device(device))
-        self._model: LanguageModel = pretrained
-        self._device, self.batch_size, self.max_gen_toks = self._model.decoder.device, int(batch_size), max_gen_toks
+        self._model: ModelSource = pretrained
+        if computing is None:
+            assert isinstance(pretrained, LanguageModel), "a source without weights comes with what computes"
+            computing = pretrained.decoder
+        self._computing: TextModel = computing
+        self._device, self.batch_size, self.max_gen_toks = computing.device, int(batch_size), max_gen_toks
         made_for = self._model.spec.model.max_position_embeddings
         self.max_length = made_for if max_length is None else max_length
         if not 1 <= self.max_length <= made_for:
@@ -103,12 +110,17 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             sum(len(before) + len(after) > self.max_length + 1 for before, after in pairs), self.max_length
         )
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        every = loglikelihoods(self._model.decoder, pairs, self.batch_size, self.max_length)
+        every = self.score_pairs(pairs)
         for number, likelihood in tqdm(every, "log-likelihoods", len(pairs), disable=disable_tqdm):
-            found[number] = tuple(likelihood)
+            found[number] = (likelihood[0], likelihood[1])
             if requests[number][0] is not None:  # windows of a longer text have no request of their own to cache
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
         return found
+
+    def score_pairs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yield the number of each pair (context, continuation), its log-likelihood, and whether it is greedy."""
+        assert isinstance(self._model, LanguageModel), "a source without weights overrides this"
+        yield from loglikelihoods(self._model.decoder, pairs, self.batch_size, self.max_length)
 
     def _warn_truncated(self, count: int, room: int) -> None:
         if count:
@@ -157,7 +169,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         prompts = {number: self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers}
         self._warn_truncated(sum(len(tokens) > room for tokens in prompts.values()), room)
         ordered = sorted(numbers, key=lambda number: len(prompts[number]), reverse=True)
-        for answer in generate_texts(self._model, [prompts[number][-room:] for number in ordered], request):
+        for answer in generate_with(self._computing, self._model, [prompts[n][-room:] for n in ordered], request):
             if isinstance(answer, Completion):
                 # decode without the prompt, as `hf` does: some tokenizers then omit a leading space
                 text = self._model.tokenizer.decode(answer.tokens)
@@ -235,6 +247,11 @@ def task_scores(
         task_manager=manager,
         log_samples=False,
     )
+    return read_scores(found)
+
+
+def read_scores(found: Mapping[str, Any]) -> list[TaskScore]:
+    """Return all scores in the results of lm-eval's `simple_evaluate`."""
     return [
         score for task, figures in found["results"].items() for score in _figures(task, figures, found["n-samples"])
     ]

@@ -14,6 +14,7 @@ from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.engine.train.rank_sync import all_gather_objects
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
+from megalaunch.engine.train.validator import TaskEvaluator
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
 from megalaunch.plan.attention_backends import describe_backend
 from megalaunch.platform.overrides import active_overrides
@@ -29,7 +30,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     record_overrides(mesh.device.type, record)
     state = build_train_state(spec, mesh)
     record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
-    loop = Trainer(state, directory, record, stop)
+    loop = Trainer(state, directory, record, stop, open_tasks(state, directory))
     try:
         loop.resume()
         ending = loop.run()
@@ -56,6 +57,15 @@ def record_overrides(device: str, record: RunLogger) -> None:
             raise RunEnd(ExitCode.CONFIGURATION, reason, 0)
     for row in active:
         record.event("override", operator=row.target, implementation=row.implementation, vendor=row.vendor)
+
+
+def open_tasks(state: TrainState, directory: RunDirectory) -> TaskEvaluator | None:
+    """Load the tasks of `train.eval_tasks`; None without tasks. Raises a RunEnd on every rank if they are missing."""
+    if not state.spec.train.eval_tasks.names:
+        return None
+    from megalaunch.engine.training_tasks import TrainingModelTasks  # importing lm-eval takes seconds
+
+    return TrainingModelTasks(state, directory)
 
 
 def _generate_final_sample(state: TrainState, directory: RunDirectory, record: RunLogger) -> None:

@@ -37,6 +37,7 @@ CHANGEABLE = (
     "train.exit_at_step",
     "train.validation_interval",
     "train.early_stopping.",
+    "train.eval_tasks.",
     "data.validation_sets",
     "train.max_zero_grad_steps",
     "train.check_for_spiky_loss",

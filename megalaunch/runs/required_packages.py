@@ -35,6 +35,8 @@ def require_optional_packages(spec: RunSpec) -> None:
             f"fix:  pip install 'megalaunch[trackers]'\n      or logging.trackers=[{','.join(others)}]"
         )
 
+    if spec.train.eval_tasks.names and importlib.util.find_spec("lm_eval") is None:
+        fail("train.eval_tasks needs lm-eval, which is not installed.\nfix:  pip install 'megalaunch[lm-eval]'")
     flex = spec.parallel.moe_token_dispatcher_type == "flex"
     if flex and importlib.util.find_spec(DEEP_EP.name) is None:
         fail(

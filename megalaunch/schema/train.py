@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megalaunch.schema.early_stopping import EarlyStoppingSpec
+from megalaunch.schema.eval_tasks import EvalTasksSpec
 from megalaunch.schema.setting import setting
 
 
@@ -23,6 +24,7 @@ class TrainSpec:
     seed: int = setting(1234, "Seed of weight initialization, dropout and data order.", minimum=0, maximum=2**63 - 1)
     validation_interval: int = setting(100, "Steps between validations; 0: only at the end.", "steps", minimum=0)
     early_stopping: EarlyStoppingSpec = field(default_factory=EarlyStoppingSpec)
+    eval_tasks: EvalTasksSpec = field(default_factory=EvalTasksSpec)
     max_zero_grad_steps: int = setting(
         10,
         "End the run (exit code 7) after this many steps in a row with a gradient norm of exactly 0; 0: only warn.",

@@ -117,6 +117,7 @@ ENGINE_FLOORS = (
     ("train", "inference", "operator_cases"),
     ("run_rank", "simulate", "operator_check", "inference.perplexity"),
     ("inference.jobs", "lm_eval_adapter"),
+    ("training_tasks",),
     ("train_rank", "inference_rank", "library"),
     ("api", "worker"),
     ("inference_worker",),

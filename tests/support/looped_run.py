@@ -15,6 +15,7 @@ from token_files import write_tokens
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
+from megalaunch.engine.train_rank import open_tasks
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.jsonl import read_lines
@@ -85,8 +86,8 @@ def _one_rank(spec: RunSpec, root: Path, spoil: Callable[[Rank], None]) -> tuple
     record = RunLogger(directory, number, ProgressWriter(directory.progress(number), number, 0))
     rank = Rank(number, trainee, StopSignal())
     spoil(rank)
-    loop = Trainer(trainee, directory, record, rank.stop)
     try:
+        loop = Trainer(trainee, directory, record, rank.stop, open_tasks(trainee, directory))
         loop.resume()
         ending = loop.run()
     except RunEnd as planned:

@@ -43,7 +43,7 @@ from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_sign
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
 from megalaunch.engine.train.train_step import TrainStep
-from megalaunch.engine.train.validator import Validator
+from megalaunch.engine.train.validator import TaskEvaluator, Validator
 from megalaunch.engine.train.weight_hashes import WeightHashes
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.metrics import VALIDATION_LOSS, validation_key
@@ -116,6 +116,7 @@ class Trainer:
         directory: RunDirectory,
         record: RunLogger,
         stop: StopSignal,
+        tasks: TaskEvaluator | None = None,
     ) -> None:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
@@ -137,6 +138,7 @@ class Trainer:
             state.evaluated,
             self._batch_sampler.micro_batch_size,
             record,
+            tasks,
         )
         self._validation: float | None = None
         self._loss: float | None = None
@@ -371,7 +373,7 @@ class Trainer:
                 self._record.event("note", message=f"profile: {written}")
 
     def _validate_if_due(self) -> None:
-        """Validate if due; a resumed run repeats a validation that a stop interrupted."""
+        """Validate and evaluate tasks if due; a resumed run repeats a validation that a stop interrupted."""
         if self._stop_signal is not None:
             return
 
@@ -385,6 +387,9 @@ class Trainer:
         if losses is not None:
             self._validation = losses.get(VALIDATION_LOSS)
             self._count_validation(losses)
+        if self._stop_signal is None:
+            last = last or self._stopped_early
+            self._validator.evaluate_tasks_if_due(self.step, last, may_go_on)
 
     def _count_validation(self, losses: Mapping[str, float]) -> None:
         """Update the state of early stopping; log an event when it ends the run."""

@@ -1,4 +1,4 @@
-"""The validations of a run: its own validation data and the named sets, when they are due."""
+"""The validations of a run: its own validation data and the named sets, and tasks of lm-eval, when they are due."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.run_logger import RunLogger
-from megalaunch.rundir.metrics import is_validation
+from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.schema import RunSpec
 
 MayGoOn = Callable[[RankError | None], bool]
 """Called between batches with this rank's error, if any; the same answer on all ranks. False ends the evaluation."""
 
+TaskEvaluator = Callable[[MayGoOn], Mapping[str, float] | None]
+"""Evaluates tasks and returns their scores by key of metrics.jsonl, the same on all ranks; None if interrupted."""
+
 
 @dataclass
 class Validator:
-    """Runs the validation that is due after a step, once. Every method is collective.
+    """Runs what is due after a step, once. Every method is collective.
 
     Args:
         spec: The run spec.
@@ -30,6 +33,7 @@ class Validator:
         datasets: Validation data by key of metrics.jsonl (rundir/metrics.py).
         batch_size: Rows of a batch on one data-parallel rank.
         record: The log.
+        tasks: Evaluates the tasks of `train.eval_tasks`; None without tasks.
     """
 
     spec: RunSpec
@@ -38,11 +42,14 @@ class Validator:
     datasets: Mapping[str, FiniteDataset]
     batch_size: int
     record: RunLogger
+    tasks: TaskEvaluator | None = None
     _validated_step: int = field(default=0, init=False)
+    _tasks_step: int = field(default=0, init=False)
 
     def resume(self) -> None:
         """Read from the metrics which steps were evaluated: what a stop interrupted is repeated."""
         self._validated_step = run_on_rank0(lambda: self.record.last_step_of(is_validation))
+        self._tasks_step = run_on_rank0(lambda: self.record.last_step_of(is_task_evaluation))
 
     def validate_if_due(self, step: int, last: bool, may_go_on: MayGoOn) -> Mapping[str, float] | None:
         """Return the losses after a step by key; None if none are due, or the validation was interrupted.
@@ -69,6 +76,18 @@ class Validator:
             self.record.evaluation(step, losses)
         self.record.phase("training", step)
         return losses if is_complete else None
+
+    def evaluate_tasks_if_due(self, step: int, last: bool, may_go_on: MayGoOn) -> None:
+        """Evaluate the tasks after a step if they are due, and log their scores."""
+        due = _is_due(step, last, self.spec.train.eval_tasks.interval)
+        if not due or self.tasks is None or step == self._tasks_step:
+            return
+        self.record.phase("evaluating tasks", step)
+        scores = self.tasks(may_go_on)
+        if scores is not None:
+            self._tasks_step = step
+            self.record.evaluation(step, scores)
+        self.record.phase("training", step)
 
 
 def _is_due(step: int, last: bool, interval: int) -> bool:

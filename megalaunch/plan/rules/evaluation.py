@@ -1,4 +1,4 @@
-"""Rules of validation sets and early stopping."""
+"""Rules of validation sets, early stopping and the tasks evaluated during training."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ register_inert(
         ({"train.early_stopping.patience": 3},),
     )
 )
+register_inert(
+    InertSetting(
+        "train.eval_tasks_idle",
+        "Settings of the evaluated tasks are set only with tasks.",
+        "Without a task nothing is evaluated.",
+        ("train.eval_tasks.",),
+        "train.eval_tasks.names",
+        lambda spec: bool(spec.train.eval_tasks.names),
+        "no task is given (train.eval_tasks.names)",
+    )
+)
+
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -57,6 +69,18 @@ def early_stopping_interval(at: RuleContext) -> Iterator[Violation]:
             f"validation_interval is {train.validation_interval}",
             {"validation_interval": train.validation_interval, "steps": train.steps},
             ({"train.validation_interval": max(1, train.steps // 20)}, {"train.early_stopping.patience": None}),
+        )
+
+
+@rule("train.eval_tasks_need_tokenizer", "Tasks are evaluated only with a tokenizer.")
+def eval_tasks_need_tokenizer(at: RuleContext) -> Iterator[Violation]:
+    """Their texts have to be tokenized; mock data has no tokenizer."""
+    spec = at.spec
+    if spec.train.eval_tasks.names and spec.data.mock and spec.tokenizer.path is None:
+        yield Violation(
+            "train.eval_tasks.names",
+            "lm-eval tasks need a tokenizer, but mock data has none: set tokenizer.path",
+            fixes=({"train.eval_tasks.names": ()},),
         )
 
 
