@@ -26,6 +26,7 @@ from megalaunch.engine.inference.load_model import ModelSource
 from megalaunch.engine.lm_eval_adapter import LMEvalModel, TaskScore, read_scores
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
@@ -169,9 +170,9 @@ def _task_manager(settings: EvalTasksSpec) -> TaskManager:
 def _random_states_restored(device: torch.device) -> Iterator[None]:
     """Restore the random states of Python, numpy and torch, which lm-eval seeds."""
     python, numpy_state = random.getstate(), np.random.get_state()
-    devices = [device] if device.type != "cpu" else []
+    devices = [device] if platform_of(device).has_streams else []
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:
         random.setstate(python)

@@ -82,13 +82,13 @@ def test_a_run_that_stops_early_can_be_interrupted_and_goes_on_with_more_patienc
     assert [line["step"] for line in metrics(parts) if "loss" in line] == list(range(1, 11))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"parallel.dp": 1, "parallel.tp": 2},
-        {"parallel.dp": 1, "parallel.pp": 2, "parallel.schedule": "1f1b", "model.num_layers": 2},
-    ],
-)
+LAYOUTS = [
+    {"parallel.dp": 1, "parallel.tp": 2},
+    {"parallel.dp": 1, "parallel.pp": 2, "parallel.schedule": "1f1b", "model.num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.slow
 def test_the_same_step_under_other_layouts(spec, tmp_path, layout):
     end = run_loop(with_values(spec, {**layout, "batch.micro_batch_size": 1}), tmp_path)
