@@ -106,6 +106,9 @@ def load_command(name: str) -> Any:
         target = single
     command = typer.main.get_command(target)
     command.name = name
+    from megalaunch.cli.examples import add_examples
+
+    add_examples(command, name)
     return command
 
 

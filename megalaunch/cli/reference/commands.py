@@ -30,6 +30,8 @@ def _sections(command: Any, path: str, heading: str) -> Iterator[str]:
     rows = [row for parameter in command.params if (row := _row(parameter))]
     if rows and not subcommands:
         lines += ["| argument or option | default | meaning |", "| --- | --- | --- |", *rows, ""]
+    if command.epilog:
+        lines += [f"Example: `{command.epilog.removeprefix('Example: ')}`", ""]
     yield "\n".join(lines)
     for name, subcommand in subcommands.items():
         yield from _sections(subcommand, f"{path} {name}", "###")
