@@ -29,7 +29,12 @@ from megalaunch.engine.model.attention.block_attention import blockwise_attentio
 from megalaunch.engine.model.attention.block_kernels import BlockBackend
 from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
 from megalaunch.engine.model.attention.core import whole_sample_attention
-from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
+from megalaunch.engine.model.attention.documents import (
+    DocumentLengths,
+    document_lengths,
+    documents_by_row,
+    host_document_ids,
+)
 from megalaunch.engine.model.attention.flex_attention import flex_attention_by_position
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
@@ -89,7 +94,9 @@ class ContextParallel:
         """
         length = num_tokens * self.axis.size
         documents_BS = None if documents_Bs is None else _gather_tokens(documents_Bs, 1, self.axis)
-        documents = None if documents_BS is None else documents_by_row(documents_BS, self.lengths)
+        on_host = None if documents_Bs is None else host_document_ids(documents_Bs)
+        planned = documents_BS if on_host is None else on_host
+        documents = None if planned is None else documents_by_row(planned, self.lengths)
         exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
         kinds = list(zip(exchanges, windows, strict=True))
         made: dict[tuple[ContextCommType, int | None], AttentionFn] = {}

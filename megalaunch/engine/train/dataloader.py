@@ -17,7 +17,7 @@ from torch import Tensor
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample import Dataset, Sample
 from megalaunch.engine.mesh import Axis, Mesh
-from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
+from megalaunch.engine.model.attention.documents import DocumentLengths, derive_documents, document_lengths
 from megalaunch.engine.parallel.context_parallel import cp_positions
 from megalaunch.engine.parallel.dynamic_context_parallel import local_token_indices
 from megalaunch.engine.platform.registry import platform_of
@@ -78,7 +78,10 @@ class MicroBatch:
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy with `change` applied to every tensor."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MicroBatch(**{name: change(part) for name, part in parts.items() if part is not None})
+        changed = MicroBatch(**{name: change(part) for name, part in parts.items() if part is not None})
+        if self.documents is not None and changed.documents is not None:
+            derive_documents(changed.documents, self.documents)
+        return changed
 
 
 @dataclass(frozen=True)

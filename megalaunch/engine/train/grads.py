@@ -82,11 +82,10 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
     for parameter in parameters:
         if parameter.grad is not None:
             by_replication.setdefault(num_replicas(parameter.grad), []).append(to_local_no_grad(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64)
-    for copies, gradients in by_replication.items():
-        norms = per_tensor_norms(gradients)
-        total = total.to(norms.device) + norms.double().square().sum() / copies
-    return total
+    shares = [
+        per_tensor_norms(gradients).double().square().sum() / copies for copies, gradients in by_replication.items()
+    ]
+    return sum(shares[1:], shares[0]) if shares else torch.zeros((), dtype=torch.float64)
 
 
 def clip_divisor(norm: float, limit: float) -> float:

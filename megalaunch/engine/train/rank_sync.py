@@ -1,11 +1,15 @@
-"""Share token counts, losses, norms, stop signals and errors between ranks, in one all-reduce per call."""
+"""Share token counts, losses, norms, stop signals and errors between ranks, in one all-reduce per call.
+
+The host waits for the device once per call, to read the result. Numbers of the host are written to the device by
+kernels: a copy from pageable memory would wait for the stream too.
+"""
 
 from __future__ import annotations
 
 import math
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,8 +22,8 @@ from megalaunch.engine.run_end import RankError, RunEnd
 class StepReduction:
     """Values reduced over all ranks after the backward pass; `stop` is the signal that any rank received.
 
-    `expert_sums` are those of `take_expert_sums`, over all ranks; None for a dense model. `mtp_losses` are those of MTP
-    depths.
+    `expert_sums` are those of `take_expert_sums`, over all ranks; None for a dense model. `expert_sums_on_host` are the
+    same on the CPU. `mtp_losses` are those of MTP depths.
     """
 
     loss: float
@@ -27,6 +31,7 @@ class StepReduction:
     stop: signal.Signals | None
     expert_sums: Tensor | None = None
     mtp_losses: tuple[float, ...] = ()
+    expert_sums_on_host: Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -46,7 +51,7 @@ def total_valid_tokens(
 
     The problem count is part of the same all-reduce; the reasons are gathered only if it is not 0.
     """
-    sums = torch.tensor([*mine, int(problem is not None)], dtype=torch.int64, device=device)
+    sums = _on_device([*mine, int(problem is not None)], torch.int64, device)
     dist.all_reduce(sums)
     *tokens, problems = sums.tolist()
     if problems:
@@ -63,24 +68,28 @@ def reduce_step_stats(
     """
     losses = losses.detach().double().flatten()
     numbers = torch.cat((losses, squared_norm.to(losses.device).view(1)))
-    shares = torch.cat((numbers, _encode_stop_signal(received).to(losses.device)))
+    shares = torch.cat((numbers, _on_device(_encode_stop_signal(received), torch.float64, losses.device)))
     counted = len(shares)
     if expert_sums is not None:
         shares = torch.cat((shares, expert_sums.flatten()))
     dist.all_reduce(shares)
-    total_loss, *others = shares[:counted].tolist()
+    on_host = shares.cpu()
+    total_loss, *others = on_host[:counted].tolist()
     mtp_losses, (total_square, *votes) = others[: len(losses) - 1], others[len(losses) - 1 :]
-    sums = None if expert_sums is None else shares[counted:].view_as(expert_sums)
-    stop = _decode_stop_signal(votes)
-    return StepReduction(total_loss, math.sqrt(total_square), stop, sums, tuple(mtp_losses))
+    reduction = StepReduction(
+        total_loss, math.sqrt(total_square), _decode_stop_signal(votes), mtp_losses=tuple(mtp_losses)
+    )
+    if expert_sums is None:
+        return reduction
+    sums, host_sums = (each[counted:].view(expert_sums.shape) for each in (shares, on_host))
+    return replace(reduction, expert_sums=sums, expert_sums_on_host=host_sums)
 
 
 def sync_stop_signal(
     received: signal.Signals | None, problem: RankError | None, step: int, device: torch.device
 ) -> signal.Signals | None:
     """All-reduce stop signals; return the one that any rank received. Raises RunEnd on all if any has a problem."""
-    trouble = torch.tensor([float(problem is not None)], dtype=torch.float64)
-    shares = torch.cat((trouble, _encode_stop_signal(received))).to(device)
+    shares = _on_device([float(problem is not None), *_encode_stop_signal(received)], torch.float64, device)
     dist.all_reduce(shares)
     problems, *votes = shares.tolist()
     if problems:
@@ -88,8 +97,12 @@ def sync_stop_signal(
     return _decode_stop_signal(votes)
 
 
-def _encode_stop_signal(received: signal.Signals | None) -> Tensor:
-    return torch.tensor([float(received == signal.SIGINT), float(received == signal.SIGTERM)], dtype=torch.float64)
+def _on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat([torch.full((1,), number, dtype=dtype, device=device) for number in numbers])
+
+
+def _encode_stop_signal(received: signal.Signals | None) -> list[float]:
+    return [float(received == signal.SIGINT), float(received == signal.SIGTERM)]
 
 
 def _decode_stop_signal(votes: list[float]) -> signal.Signals | None:

@@ -154,11 +154,11 @@ class TrainStep:
         self._update(rate, embedding_lr, stats.grad_norm, skipped=skipped)
         self._updates = updates.after(limits, skipped=skipped, overflowed=overflowed)
         experts = counts = None
-        if stats.expert_sums is not None:
+        if stats.expert_sums is not None and stats.expert_sums_on_host is not None:
             moe = self._spec.model.moe
             update_routers(self._model, stats.expert_sums, moe)
-            experts = ExpertStats.from_sums(stats.expert_sums, moe.top_k)
-            counts = expert_counts(stats.expert_sums).cpu()
+            experts = ExpertStats.from_sums(stats.expert_sums_on_host, moe.top_k)
+            counts = expert_counts(stats.expert_sums_on_host)
         return StepResult(
             stats.loss,
             stats.grad_norm,

@@ -38,6 +38,7 @@ from megalaunch.engine.train.checkpointer import (
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.early_stopping import count_validation, is_stopped, stop_reason
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
+from megalaunch.engine.train.garbage import StepGarbage
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
@@ -241,15 +242,17 @@ class Trainer:
             history=self._history,
         )
         try:
-            self._sync_stop_signal()
-            self._require_early_stopping_metric()
-            self._validate_if_due()
-            self._record.phase("training", self.step)
-            while self._stop_signal is None and self.step < self._last_step and not self._stopped_early:
-                self._one_step(step, batches)
-                self._weight_hashes.check_if_due(self.step)
+            with StepGarbage() as garbage:
+                self._sync_stop_signal()
+                self._require_early_stopping_metric()
                 self._validate_if_due()
-                self._save_if_due()
+                self._record.phase("training", self.step)
+                while self._stop_signal is None and self.step < self._last_step and not self._stopped_early:
+                    self._one_step(step, batches)
+                    self._weight_hashes.check_if_due(self.step)
+                    self._validate_if_due()
+                    self._save_if_due()
+                    garbage.collect_if_due(self.step)
         except RunEnd as ending:
             self._saver.finish(ending.reason)
             raise

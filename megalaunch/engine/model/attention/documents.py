@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import numpy as np
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_host_ids: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+
+def derive_documents(derived: Tensor, source: Tensor) -> None:
+    """Note that document ids are a copy or a shard of others, which begin on the host, for `host_document_ids`.
+
+    Attention is planned on the host, which then need not wait for a device.
+    """
+    if derived is not source:
+        whole = host_document_ids(source)
+        _host_ids[derived] = source if whole is None else whole
+
+
+def host_document_ids(documents: Tensor) -> Tensor | None:
+    """Return the ids of full samples [B, S] on the host, of which the given ones were derived; None: not known."""
+    return _host_ids.get(documents)
 
 
 def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
-    """Return the lengths of the documents, row after row; a document is a run of equal ids in a row."""
-    rows = documents_BS.cpu().numpy()
+    """Return the lengths of the documents, row after row; a document is a run of equal ids in a row.
+
+    Ids without `host_document_ids`, such as those that a pipeline splits, are read from the device.
+    """
+    on_host = host_document_ids(documents_BS)
+    rows = (documents_BS if on_host is None else on_host).cpu().numpy()
     ends = [np.flatnonzero(np.diff(row, append=row[-1] + 1)) + 1 for row in rows]
     return tuple(int(length) for row in ends for length in np.diff(row, prepend=0))
 

@@ -97,9 +97,8 @@ class ExpertStats:
 
     @classmethod
     def from_sums(cls, sums_LE: Tensor, top_k: int) -> ExpertStats:
-        """Summarize the layers' sums [L, 2 E + 4] over all ranks; `top_k`: experts of a token."""
-        rows = sums_LE.cpu()
-        counts_LE, (probability_L, dropped_L, balance_L, z_L) = expert_counts(rows), rows[:, -_NUMBERS:].unbind(1)
+        """Summarize the layers' sums [L, 2 E + 4] over all ranks, on the CPU; `top_k`: experts of a token."""
+        counts_LE, (probability_L, dropped_L, balance_L, z_L) = expert_counts(sums_LE), sums_LE[:, -_NUMBERS:].unbind(1)
         pairs_L = counts_LE.sum(1).clamp(min=1)
         shares_LE = counts_LE / pairs_L[:, None]
         experts = shares_LE.shape[1]

@@ -1,0 +1,106 @@
+"""In a steady step the host waits for the device only where it is named here; and nothing is left to the collector."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import torch
+from forked_ranks import run_ranks
+from host_syncs import HostSyncs
+from oracle import STEPS, build_sharded_model, device_type, rank_mesh, samples_of, small_spec
+
+from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
+from megalaunch.engine.train.forward_backward import make_forward_backward
+from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.schema import RunSpec
+
+
+def _steady_step(spec: RunSpec) -> tuple[Counter[tuple[str, str]], int]:
+    """Where the host waits in the last of three steps and how often, and the tensors that only the collector frees."""
+    mesh = rank_mesh(spec)
+    model = build_sharded_model(spec, mesh)
+    optimizer = Optimizer(model, spec.optimizer, spec.precision)
+    samples = samples_of(spec)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
+    step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
+    for number in range(1, STEPS):
+        step.run(number, batches.get(number, STEPS), None)
+    batch = batches.get(STEPS, STEPS)
+    with HostSyncs(mesh.device.type) as syncs:
+        step.run(STEPS, batch, None)
+    batches.close()
+    gc.collect()
+    gc.disable()
+    step.run(STEPS, batch, None)
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    return Counter(syncs.found), sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
+
+
+def _on_ranks(*specs: RunSpec) -> list[list[tuple[Counter[tuple[str, str]], int]]]:
+    return [
+        run_ranks(spec.cluster.devices_per_node, _steady_step, spec, timeout=100, device=device_type(spec))
+        for spec in specs
+    ]
+
+
+MOE: dict[str, Any] = {"model__vocab_size": 64, "model__moe": {"num_experts": 4, "top_k": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "moe ep2": {**MOE, "parallel__dp": 2, "parallel__ep": 2},
+    "packed cp2": {"data__reset_attention_mask": True, "data__reset_position_ids": True, "parallel__cp": 2},
+    "pp2": {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4},
+    "tp2 zero3": {
+        "parallel__tp": 2,
+        "parallel__sequence_parallel": True,
+        "parallel__dp": 2,
+        "parallel__data_sharding": "optim_grads_params",
+    },
+}
+
+
+READS = Counter(
+    {
+        ("to host", "rank_sync.py:total_valid_tokens"): 1,  # before the forward pass: the number that divides the loss
+        ("to host", "rank_sync.py:reduce_step_stats"): 1,  # after the backward pass: loss, norm, stop signal, loads
+    }
+)
+ROW_COUNTS = ("to host", "expert_parallel.py:read_row_counts")
+
+
+def test_the_host_waits_only_to_read_the_step_s_statistics(in_fresh_process):
+    """A dropless all-to-all reads its row counts too: once per layer and microbatch.
+
+    Cycles free their tensors only when the collector runs: without any, it need not run every step.
+    """
+    specs = [small_spec(platform__chip="txda", **values) for values in LAYOUTS.values()]
+    for name, ranks in zip(LAYOUTS, in_fresh_process(_on_ranks, *specs), strict=True):
+        expected = READS + Counter({ROW_COUNTS: 3 * 2} if name == "moe ep2" else {})
+        assert [waits for waits, _ in ranks] == [expected] * len(ranks), name
+        assert [garbage for _, garbage in ranks] == [0] * len(ranks), name
+
+
+def test_the_mode_sees_what_waits(in_fresh_process):
+    assert in_fresh_process(_seen) == [
+        "item", "to host", "to host", "from pageable memory", "nonzero", "item", "boolean index"
+    ]  # fmt: skip
+
+
+def _seen() -> list[str]:
+    import torch_txda  # noqa: F401  (adds the device)
+
+    x = torch.ones(3, device="txda")
+    with HostSyncs("txda") as syncs:
+        x.sum().item()
+        x.cpu()
+        x.tolist()
+        torch.arange(3).to("txda")
+        x.nonzero()
+        bool(x[0])
+        x[x > 0]
+        x.to("txda"), x + 1, torch.arange(3).to("txda", non_blocking=True)
+    return [kind for kind, _ in syncs.found]
