@@ -20,7 +20,7 @@ from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.pipeline_schedule import (
-    LazyRecvStage,
+    STAGE,
     PipelineSchedule,
     StageActivations,
     make_schedule,
@@ -112,7 +112,7 @@ class Pipeline:
     def _schedule(self, microbatches: int) -> PipelineSchedule:
         device, group = self._mesh.device, self._mesh.pp_group
         stages = [
-            LazyRecvStage(part, number, self._number_of_stages, device, group, self._observer, self._activations)
+            STAGE(part, number, self._number_of_stages, device, group, self._observer, self._activations)
             for number, part in self._parts.items()
         ]
         return make_schedule(self._schedule_name, stages, microbatches, self._group, self._local_loss, self._observer)

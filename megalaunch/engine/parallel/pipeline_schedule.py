@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
     _Action,
     _get_1f1b_rank_ops,
 )
+from torch.distributed.pipelining.stage import _RecvInfo
 
 from megalaunch.engine.model.moe.load import forget_load
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, Phase, StepObserver
@@ -148,12 +149,8 @@ class StageActivations:
     dtype: torch.dtype
 
 
-class LazyRecvStage(PipelineStage):
-    """Pipeline stage with lazily allocated receive buffers of activations and gradients.
-
-    torch's `PipelineStage` allocates buffers for all microbatches at once and holds them: with 200 microbatches they
-    take more memory than everything else. Here a buffer is allocated when its recv is posted, and the stage drops its
-    reference when the received tensor is read.
+class ObservedStage(PipelineStage):
+    """Pipeline stage that reports its phases, and need not ask its neighbours for the shape of activations.
 
     Args:
         part: The stage's part of the decoder.
@@ -191,37 +188,6 @@ class LazyRecvStage(PipelineStage):
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         if self._activations is None:
             super()._send_meta(meta, dst_stage)
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(1, has_backward)
-        self._for_each_microbatch(self.args_recv_info, num_microbatches)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)
-        self.chunks = num_microbatches
-        self._for_each_microbatch(self.grad_recv_info, num_microbatches)
-
-    def _for_each_microbatch(self, infos: dict[int, tuple[Any, ...]], number: int) -> None:
-        _free_buffers(infos[0])
-        for microbatch in range(1, number):
-            infos[microbatch] = tuple(copy(info) for info in infos[0])
-
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[Any]:
-        for info in recv_infos:
-            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
-                meta = info.tensor_meta
-                info.buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        _free_buffers(self.args_recv_info[fwd_chunk_id])
-        return found
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
-        _free_buffers(self.grad_recv_info[bwd_chunk_id])
-        return found
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of activations."""
@@ -266,6 +232,51 @@ class LazyRecvStage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
 
+class LazyRecvStage(ObservedStage):
+    """Pipeline stage with lazily allocated receive buffers of activations and gradients.
+
+    Before 2.15 torch's `PipelineStage` allocates buffers for all microbatches at once and holds them: with 200
+    microbatches they take more memory than everything else. Here a buffer is allocated when its recv is posted, and the
+    stage drops its reference when the received tensor is read.
+    """
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self._for_each_microbatch(self.args_recv_info, num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self._for_each_microbatch(self.grad_recv_info, num_microbatches)
+
+    def _for_each_microbatch(self, infos: dict[int, tuple[Any, ...]], number: int) -> None:
+        _free_buffers(infos[0])
+        for microbatch in range(1, number):
+            infos[microbatch] = tuple(copy(info) for info in infos[0])
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[Any]:
+        for info in recv_infos:
+            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
+                meta = info.tensor_meta
+                info.buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
+        _free_buffers(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
+        _free_buffers(self.grad_recv_info[bwd_chunk_id])
+        return found
+
+
 def _free_buffers(infos: tuple[Any, ...]) -> None:
     for info in infos:
         info.buffer = None
+
+
+# torch 2.15 allocates receive buffers when a recv is posted, and hands them to the stage that reads them.
+STAGE = ObservedStage if hasattr(_RecvInfo, "allocate_buffer") else LazyRecvStage
+"""The class of this engine's pipeline stages with the installed torch."""
