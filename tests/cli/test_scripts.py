@@ -265,7 +265,7 @@ def checkout(tmp_path):
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text(name)
         made_from += name
-    stamp = (hashlib.sha256(made_from.encode()).hexdigest(), "train,dev,data,parity", str(python))
+    stamp = (hashlib.sha256(made_from.encode()).hexdigest(), "train,dev,data,trackers,parity", str(python))
     (tmp_path / ".venv/stamp").write_text("\t".join(stamp) + "\n")
     return tmp_path
 

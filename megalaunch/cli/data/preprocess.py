@@ -68,7 +68,7 @@ Inputs = Annotated[
 TokenizerFile = Annotated[
     Path,
     typer.Option(
-        metavar="FILE|DIR",
+        metavar="TOKENIZER",
         help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks, or hf://ORG/NAME.",
     ),
 ]
