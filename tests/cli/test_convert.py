@@ -155,7 +155,7 @@ def test_a_wrong_carry_fails_the_proof(folder, tmp_path, monkeypatch):
     real = module.verify_logits
 
     def wrong(model, path, of_folder, of_checkpoint, coarse=0.0):
-        return real(model, path, of_folder, lambda name: of_checkpoint(name) * 1.01, coarse)
+        return real(model, path, of_folder, lambda *name: of_checkpoint(*name) * 1.01, coarse)
 
     monkeypatch.setattr(module, "verify_logits", wrong)
     result = convert("import", folder, "--output", tmp_path / "ckpt")

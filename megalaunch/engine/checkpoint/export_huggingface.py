@@ -16,11 +16,11 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes, require_new
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import COMPANIONS
-from megalaunch.engine.checkpoint.load_tensors import full_row, full_tensor
+from megalaunch.engine.checkpoint.load_tensors import read_parameter
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS
-from megalaunch.engine.weight_maps.weight_mapping import WeightMapping
+from megalaunch.engine.weight_maps.weight_mapping import WeightMapping, holds_experts
 from megalaunch.engine.weight_maps.weights import get_family_weights
 from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.importers.huggingface.registry import FamilyError, get_text_config, to_hf_config
@@ -48,14 +48,10 @@ class StoredWeights:
         if missing:
             raise CheckpointError(f"the checkpoint {checkpoint} has no {', '.join(missing)}")
 
-    def read(self, name: str) -> Tensor:
-        """Read one parameter in its stored dtype."""
-        tensor = full_tensor(self.checkpoint, WEIGHTS + name, self._tensor_index, {})
-        return tensor[: self.shapes[name][0]] if name in VOCAB_PARALLEL_PARAMS else tensor
-
-    def read_row(self, name: str, row: int) -> Tensor:
-        """Read one row of a parameter's first dimension."""
-        return full_row(self.checkpoint, WEIGHTS + name, row, self._tensor_index, {})
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read one parameter, or one row of its first dimension, in its stored dtype."""
+        tensor = read_parameter(self.checkpoint, name, self._tensor_index, row)
+        return tensor[: self.shapes[name][0]] if name in VOCAB_PARALLEL_PARAMS and row is None else tensor
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""
@@ -138,13 +134,20 @@ def _sources(
         kind = dtype
     for index, name in enumerate(pair.theirs):
 
-        def data(index: int = index) -> Tensor:
+        def data(index: int = index) -> Tensor | Iterator[Tensor]:
             if pair.stacked:
-                return weights.read_row(pair.ours[0], index).to(kind)
-            made = pair.to_theirs([weights.read(own) for own in pair.ours])[index]
-            return made.to(kind)
+                return weights.read(pair.ours[0], index).to(kind)
+            if holds_experts(pair.ours[0]):
+                return (one[index].to(kind) for one in _each_expert(weights, pair))
+            return pair.to_theirs([weights.read(own) for own in pair.ours])[index].to(kind)
 
         yield name, TensorSource(kind, tuple(shapes[name]), data)
+
+
+def _each_expert(weights: StoredWeights, pair: WeightMapping) -> Iterator[list[Tensor]]:
+    """Yield the foreign tensors of one expert after the other; [1, ...] each."""
+    for expert in range(weights.shapes[pair.ours[0]][0]):
+        yield list(pair.to_theirs([weights.read(own, expert).unsqueeze(0) for own in pair.ours]))
 
 
 def _write_shards(

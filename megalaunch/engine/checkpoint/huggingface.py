@@ -66,22 +66,25 @@ class HuggingFaceFolder:
         """Dtype and shape of every tensor."""
         return {name: entry for name, (_, entry) in self._entries.items()}
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor into memory that it owns (mapped pages would count as this process's memory).
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read one tensor, or one row of its first dimension, into memory that it owns.
 
-        Raises CheckpointError.
+        Mapped pages would count as this process's memory. Raises CheckpointError.
         """
         path, entry = self._entries[name]
-        buffer = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        size, shape = entry.end - entry.begin, entry.shape
+        if row is not None:
+            size, shape = size // shape[0], shape[1:]
+        buffer = torch.empty(size, dtype=torch.uint8)
         try:
             with path.open("rb") as file:
-                file.seek(entry.begin)
+                file.seek(entry.begin + (row or 0) * size)
                 filled = file.readinto(buffer.numpy().data) if len(buffer) else 0
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if filled != len(buffer):
             raise CheckpointError(f"{path}: is truncated: it ends within {name}")
-        return buffer.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return buffer.view(DTYPES[entry.dtype]).reshape(shape)
 
     def companions(self) -> dict[str, Path]:
         """Return the tokenizer files, generation config and the like, by name."""

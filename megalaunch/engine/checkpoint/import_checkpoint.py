@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, HashedFile, TensorSource, write_file
+from megalaunch.engine.weight_maps.weight_mapping import holds_experts
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
 from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, Chunk, StoredTensor, tensor_index_text
@@ -41,8 +42,8 @@ class SourceWeights(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""
 
-    def read(self, name: str) -> Tensor:
-        """Read a parameter."""
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read a parameter, or one expert of a parameter that stacks them."""
 
 
 def write_imported_checkpoint(
@@ -61,7 +62,7 @@ def write_imported_checkpoint(
         CheckpointError: nothing is left behind.
     """
     sources = {
-        WEIGHTS + name: TensorSource(weights.dtype(name), tuple(shape), partial(weights.read, name))
+        WEIGHTS + name: TensorSource(weights.dtype(name), tuple(shape), partial(_data, weights, name))
         for name, shape in weights.shapes.items()
     }
     total = sum(source.size for source in sources.values())
@@ -70,6 +71,13 @@ def write_imported_checkpoint(
         report = prove(unfinished)
         records.append(_text(unfinished / PROOF, json.dumps(report, indent=1) + "\n"))
         _text(unfinished / MANIFEST, manifest_text(records))
+
+
+def _data(weights: SourceWeights, name: str) -> Tensor | Iterator[Tensor]:
+    """Read a parameter to write it, one expert at a time."""
+    if holds_experts(name):
+        return (weights.read(name, expert) for expert in range(weights.shapes[name][0]))
+    return weights.read(name)
 
 
 def _write(

@@ -5,8 +5,9 @@ Uses neither a process group nor DCP, whose import takes longer than reading a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -37,10 +38,27 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
     return {name: full_tensor(directory, name, tensor_index, files) for name in wanted}
 
 
-def checkpoint_reader(checkpoint: Path) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a parameter of the decoder by its name."""
+class Read(Protocol):
+    """Reads a parameter of the decoder by its name, or one row of its first dimension: one expert of a layer."""
+
+    def __call__(self, name: str, row: int | None = None) -> torch.Tensor: ...
+
+
+def checkpoint_reader(checkpoint: Path) -> Read:
+    """Return a function that reads the parameters of a checkpoint."""
     tensor_index = read_tensor_index(checkpoint)
-    return lambda name: full_tensor(checkpoint, WEIGHTS + name, tensor_index, {})
+
+    def read(name: str, row: int | None = None) -> torch.Tensor:
+        return read_parameter(checkpoint, name, tensor_index, row)
+
+    return read
+
+
+def read_parameter(checkpoint: Path, name: str, tensor_index: TensorIndex, row: int | None = None) -> torch.Tensor:
+    """Read one parameter, or one row of its first dimension."""
+    if row is not None:
+        return full_row(checkpoint, WEIGHTS + name, row, tensor_index, {})
+    return full_tensor(checkpoint, WEIGHTS + name, tensor_index, {})
 
 
 def full_tensor(directory: Path, name: str, tensor_index: TensorIndex, files: dict[str, MappedFile]) -> torch.Tensor:

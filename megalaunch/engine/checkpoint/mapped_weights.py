@@ -31,7 +31,7 @@ class TensorSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, row: int | None = None) -> Tensor: ...
 
 
 class MappedWeights:
@@ -43,9 +43,15 @@ class MappedWeights:
         self._tensors = folder
         self._pair_of = {name: pair for pair in pairs for name in pair.ours}
 
-    def read(self, name: str) -> Tensor:
-        """Read one parameter of the decoder."""
-        return self._our_shape(self._pair_of[name])[name]
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read one parameter of the decoder, or one expert of a parameter that stacks them."""
+        pair = self._pair_of[name]
+        if row is None:
+            return self._our_shape(pair)[name]
+        if pair.stacked:
+            return self._tensors.read(self.tensor_infos(pair.theirs[row]))
+        one = [self._tensors.read(self.tensor_infos(theirs), row).unsqueeze(0) for theirs in pair.theirs]
+        return pair.to_ours(one)[pair.ours.index(name)][0]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -66,29 +67,34 @@ class MegatronCheckpoint:
                 found[name] = LayerTensor(stored.dtype, stored.shape)
         return found
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor. Raises CheckpointError if its file is truncated or unreadable."""
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read one tensor, or one row of its first dimension.
+
+        Raises CheckpointError if its file is truncated or unreadable.
+        """
+        rows = () if row is None else (row,)
         layer = _STACKED.fullmatch(name)
         if layer is None or name in self._stored:
-            return self._concatenate(name, None)
-        return self._concatenate(f"decoder.layers.{layer[2]}", int(layer[1]))
+            return self._concatenate(name, rows)
+        return self._concatenate(f"decoder.layers.{layer[2]}", (int(layer[1]), *rows))
 
-    def _concatenate(self, name: str, layer: int | None) -> Tensor:
-        """Assemble a tensor, or one layer of a stacked tensor, from its chunks."""
+    def _concatenate(self, name: str, indices: tuple[int, ...]) -> Tensor:
+        """Assemble the part of a tensor at `indices` of its first dimensions from its chunks."""
         stored = self._stored[name]
-        first = 0 if layer is None else layer
-        wanted = stored.shape if layer is None else (1, *stored.shape[1:])
-        tensor = torch.empty(wanted, dtype=DTYPES[stored.dtype])
+        tensor = torch.empty(stored.shape[len(indices) :], dtype=DTYPES[stored.dtype])
         for chunk, begin in zip(stored.chunks, self._begins[name], strict=True):
-            if layer is not None and not chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.shape[0]:
+            inside = [index - offset for index, offset in zip(indices, chunk.offsets, strict=False)]
+            sizes, rest = chunk.shape[: len(indices)], chunk.shape[len(indices) :]
+            if not all(0 <= index < size for index, size in zip(inside, sizes, strict=True)):
                 continue
-            part = _values(self.directory / chunk.file, begin, chunk.shape, tensor.dtype, name)
-            if layer is not None:
-                part = part[layer - chunk.offsets[0]][None]
-            starts = (chunk.offsets[0] - first if layer is None else 0, *chunk.offsets[1:]) if part.ndim else ()
-            box = tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True))
-            tensor[box] = part
-        return tensor if layer is None else tensor[0]
+            skipped = 0  # parts of this size before this one in the chunk
+            for index, size in zip(inside, sizes, strict=True):
+                skipped = skipped * size + index
+            at = begin + skipped * math.prod(rest) * tensor.dtype.itemsize
+            starts = chunk.offsets[len(indices) :]
+            box = tuple(slice(start, start + size) for start, size in zip(starts, rest, strict=True))
+            tensor[box] = _values(self.directory / chunk.file, at, rest, tensor.dtype, name)
+        return tensor
 
     def _take(self, name: str, entry: dict[str, Any]) -> None:
         """Record one tensor of the description. Raises CheckpointError if it is malformed."""

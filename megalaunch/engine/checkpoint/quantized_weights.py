@@ -27,7 +27,7 @@ class _Dequantized:
     """A tensor as it is after dequantisation, and how to compute it."""
 
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[[int | None], Tensor]
     dtype: str = "BF16"
 
 
@@ -53,10 +53,10 @@ class DequantizedFolder:
         """Dtype and shape of every tensor, after dequantisation."""
         return self._tensors
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor. Raises CheckpointError."""
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read one tensor, or one row of its first dimension. Raises CheckpointError."""
         found = self._dequantized.get(name)
-        return self._folder.read(name) if found is None else found.read()
+        return self._folder.read(name, row) if found is None else found.read(row)
 
     def _add_fp8(self, name: str, block: Any) -> None:
         shape, scales = self._stored[name].shape, self._stored[name + _FP8_SCALES].shape
@@ -65,9 +65,10 @@ class DequantizedFolder:
             return  # its own dtype stays visible, and is refused
         rows, columns = block
 
-        def read() -> Tensor:
+        def read(row: int | None) -> Tensor:
             value, factors = self._folder.read(name), self._folder.read(name + _FP8_SCALES)
-            return dequantize_fp8(value, factors, rows, columns)
+            made = dequantize_fp8(value, factors, rows, columns)
+            return made if row is None else made[row]
 
         self._consumed |= {name, name + _FP8_SCALES}
         self._dequantized[name] = _Dequantized(shape, read)
@@ -79,8 +80,11 @@ class DequantizedFolder:
             return  # the blocks stay visible, and are refused
         experts, rows, count, half = blocks
 
-        def read() -> Tensor:
-            return dequantize_mxfp4(self._folder.read(base + _MX_BLOCKS), self._folder.read(base + _MX_SCALES))
+        def read(row: int | None) -> Tensor:
+            codes, factors = (self._folder.read(base + part, row) for part in (_MX_BLOCKS, _MX_SCALES))
+            if row is not None:
+                return dequantize_mxfp4(codes.unsqueeze(0), factors.unsqueeze(0))[0]
+            return dequantize_mxfp4(codes, factors)
 
         self._consumed |= {base + _MX_BLOCKS, base + _MX_SCALES}
         self._dequantized[base] = _Dequantized((experts, 2 * count * half, rows), read)

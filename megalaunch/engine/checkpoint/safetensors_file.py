@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,14 @@ _PIECE_BYTES = 1 << 22  # hashed, then written: the write finds each piece in th
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to write: dtype and shape are known now, `data` is called when it is written (it may be on a device)."""
+    """A tensor to write: dtype and shape are known now, `data` is called when it is written.
+
+    It returns the tensor, which may be on a device, or yields the rows of its first dimension, to hold one at a time.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    data: Callable[[], torch.Tensor]
+    data: Callable[[], torch.Tensor | Iterator[torch.Tensor]]
 
     @property
     def size(self) -> int:
@@ -89,7 +92,9 @@ def write_file(
     with HashedFile(path, wrote) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(_as_bytes(sources[name].data()))
+            data = sources[name].data()
+            for part in (data,) if isinstance(data, torch.Tensor) else data:
+                file.write(_as_bytes(part))
     return file.record
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalaunch.engine.checkpoint.load_tensors import Read
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.layers import Embedding
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.moe.experts import GroupedLinear
 from megalaunch.schema.model import ModelSpec
 
-Read = Callable[[str], Tensor]
-"""Reads a parameter by its name in the decoder."""
 _PIECE_VALUES = 1 << 24  # values of a matrix converted to fp32 at a time: 64 MiB in addition to the stored matrix
 
 
 @torch.no_grad()
 def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
-    """Compute logits [B, S, V] in fp32. Each tensor is read when needed and freed after use."""
+    """Compute logits [B, S, V] in fp32. Each tensor, of experts each one's, is read when needed and freed after use."""
     with torch.device("meta"):
         decoder = build_decoder(model).eval()
     embedding, head = decoder.embedding, decoder.head
@@ -32,7 +30,8 @@ def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
         if isinstance(module, Linear):
             decoder.set_submodule(path, _StreamedLinear(prefix, read, biased=module.bias is not None))
         elif isinstance(module, GroupedLinear):
-            decoder.set_submodule(path, _StreamedGroupedLinear(prefix, read, biased=module.bias is not None))
+            width, biased = module.weight.shape[1], module.bias is not None
+            decoder.set_submodule(path, _StreamedGroupedLinear(prefix, width, read, biased))
         elif module is not embedding and any(True for _ in module.parameters(recurse=False)):
             _load_vectors_on_demand(module, prefix, read)
     logits: Tensor = decoder(_lookup_rows(embedding, read, tokens_BS))
@@ -57,28 +56,32 @@ class _StreamedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer, [..., in] -> [..., out]."""
-        weight = self._read(f"{self._prefix}weight")
-        rows = max(1, _PIECE_VALUES // weight.shape[1])
-        product = torch.cat([F.linear(x, piece.float()) for piece in torch.split(weight, rows)], dim=-1)
+        product = _linear_in_pieces(x, self._read(f"{self._prefix}weight"))
         return product + self._read(f"{self._prefix}bias").float() if self._biased else product
 
 
-class _StreamedGroupedLinear(nn.Module):
-    """x W_e^T (+ b_e), in place of a `GroupedLinear`: reads W on every call and converts one expert at a time."""
+def _linear_in_pieces(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T in fp32, [..., in] -> [..., out]; W of any dtype is converted by a part of its rows at a time."""
+    rows = max(1, _PIECE_VALUES // weight.shape[1])
+    return torch.cat([F.linear(x, piece.float()) for piece in torch.split(weight, rows)], dim=-1)
 
-    def __init__(self, prefix: str, read: Read, biased: bool) -> None:
+
+class _StreamedGroupedLinear(nn.Module):
+    """x W_e^T (+ b_e), in place of a `GroupedLinear`: reads and converts one expert at a time."""
+
+    def __init__(self, prefix: str, width: int, read: Read, biased: bool) -> None:
         super().__init__()
-        self._prefix, self._read, self._biased = prefix, read, biased
+        self._prefix, self._width, self._read, self._biased = prefix, width, read, biased
 
     def forward(self, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
         """Apply the layer, [R, in] -> [R, out]; the rows of expert e end before offsets[e]."""
-        weight_EFH, ends = self._read(f"{self._prefix}weight"), offsets_E.tolist()
-        bias_EF = self._read(f"{self._prefix}bias").float() if self._biased else None
-        y_RF = x_RH.new_zeros(x_RH.shape[0], weight_EFH.shape[1])
+        ends = offsets_E.tolist()
+        y_RF = x_RH.new_zeros(x_RH.shape[0], self._width)
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start < end:
-                bias = None if bias_EF is None else bias_EF[expert]
-                y_RF[start:end] = F.linear(x_RH[start:end], weight_EFH[expert].float(), bias)
+                y_RF[start:end] = _linear_in_pieces(x_RH[start:end], self._read(f"{self._prefix}weight", expert))
+                if self._biased:
+                    y_RF[start:end] += self._read(f"{self._prefix}bias", expert).float()
         return y_RF
 
 

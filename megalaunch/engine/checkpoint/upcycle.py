@@ -70,12 +70,17 @@ class UpcycledWeights:
         """Return the dtype of the dense block for its experts and router."""
         return self._dense.dtype(self._source(name))
 
-    def read(self, name: str) -> Tensor:
-        """Make a parameter."""
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Make a parameter, or one expert of a parameter that stacks them."""
         if name.endswith(_ROUTER):
             return self._router(name).to(self.dtype(name))
         value = self._dense.read(self._source(name))
-        return value if _EXPERT.fullmatch(name) is None else self._experts(name, value)
+        if _EXPERT.fullmatch(name) is None:
+            return value
+        slices = self._slices(name, value)
+        if row is not None:
+            return slices[row % len(slices)]
+        return torch.stack(slices * (self._asked.num_experts // len(slices)))
 
     def _source(self, name: str) -> str:
         """Return the dense parameter that a parameter is made of, or that it has the dtype of."""
@@ -83,17 +88,15 @@ class UpcycledWeights:
             return name.removesuffix(_ROUTER) + ".up_proj.weight"
         return _EXPERT.sub(r"\1\2.\3", name)
 
-    def _experts(self, name: str, value: Tensor) -> Tensor:
-        """Stack the slices of a dense tensor, [out, in] -> [E, out, in] or [out] -> [E, out].
+    def _slices(self, name: str, value: Tensor) -> list[Tensor]:
+        """Return the slices of a dense tensor, [out, in] or [out], one for each expert of a copy.
 
         The width is the output of gate and up, and the input of down; down's bias is shared out over the slices.
         """
         slices = self._asked.granularity
         if name.endswith("down_proj.bias"):
-            parts = [value / slices] * slices
-        else:
-            parts = list(value.chunk(slices, dim=1 if ".down_proj." in name else 0))
-        return torch.stack(parts * (self._asked.num_experts // slices))
+            return [value / slices] * slices
+        return list(value.chunk(slices, dim=1 if ".down_proj." in name else 0))
 
     def _router(self, name: str) -> Tensor:
         """Draw a row for each copy, the same for all its slices, [E, H]."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.checkpoint.streaming_forward import Read, streamed_logits
+from megalaunch.engine.checkpoint.load_tensors import Read
+from megalaunch.engine.checkpoint.streaming_forward import streamed_logits
 from megalaunch.engine.checkpoint.verify_config import Verification, require_agreement, verify_config
 from megalaunch.schema.model import ModelSpec
 

@@ -16,9 +16,17 @@ from megalaunch.schema.model import ModelSpec
 Transform = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
+def holds_experts(name: str) -> bool:
+    """Return True for a parameter of the decoder that stacks the experts of a layer, [E, ...]."""
+    return ".mlp.experts." in name
+
+
 @dataclass(frozen=True)
 class WeightMapping:
-    """A group of foreign tensors and the parameters of the decoder that they convert to, in both directions."""
+    """A group of foreign tensors and the parameters of the decoder that they convert to, in both directions.
+
+    Transforms of experts act on each by itself, so that they may be called with one at a time, [1, ...].
+    """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]

@@ -115,6 +115,16 @@ def blocks(work: ExpertsWork) -> dict[str, nn.Module]:
     }
 
 
+def transformers_defaults() -> tuple[str, str]:
+    """What transformers computes experts by when nothing is asked for: in a block built alone, and in a model."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=8, num_local_experts=2)
+    alone = config._experts_implementation or "eager"  # None calls the block's own forward
+    return alone, MixtralForCausalLM(config).config._experts_implementation
+
+
 def _mixtral(implementation: str, work: ExpertsWork, router: Tensor, gate_up: Tensor, down: Tensor) -> nn.Module:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

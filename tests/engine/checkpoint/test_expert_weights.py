@@ -52,19 +52,29 @@ def test_experts_fused_per_layer_give_the_same_parameters(mixtral, tmp_path):
     again = HuggingFaceWeights(copy_with(mixtral, tmp_path / "fused", fused))
     assert published.shapes.keys() == again.shapes.keys()
     assert all(torch.equal(published.read(name), again.read(name)) for name in published.shapes)
+    assert_experts_by_themselves(published)
+    assert_experts_by_themselves(again)
+
+
+def assert_experts_by_themselves(weights: StoredWeights | HuggingFaceWeights) -> None:
+    """Each expert that is read alone is the one of all."""
+    stacks = [name for name in weights.shapes if ".mlp.experts." in name]
+    assert stacks
+    for name in stacks:
+        whole = weights.read(name)
+        assert all(torch.equal(weights.read(name, expert), whole[expert]) for expert in range(len(whole))), name
 
 
 def test_an_export_reads_one_expert_at_a_time(mixtral, checkpoint, tmp_path, monkeypatch):
     whole: list[str] = []
     read = StoredWeights.read
 
-    def watched(self: StoredWeights, name: str) -> torch.Tensor:
-        whole.append(name)
-        return read(self, name)
+    def watched(self: StoredWeights, name: str, row: int | None = None) -> torch.Tensor:
+        if row is None:
+            whole.append(name)
+        return read(self, name, row)
 
-    weights = StoredWeights(checkpoint)
-    name = "layers.0.mlp.experts.up_proj.weight"
-    assert all(torch.equal(weights.read_row(name, row), weights.read(name)[row]) for row in range(5))
+    assert_experts_by_themselves(StoredWeights(checkpoint))
     monkeypatch.setattr(StoredWeights, "read", watched)
     monkeypatch.setattr("megalaunch.engine.checkpoint.convert.verify_logits", lambda *_: {})
     export_huggingface(checkpoint, tmp_path / "out")

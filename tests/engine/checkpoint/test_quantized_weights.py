@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.quantized_weights import DequantizedFolder, dequantize_fp8, dequantize_mxfp4
 
@@ -93,3 +94,10 @@ def test_fp8_tensors_of_a_folder_appear_in_bf16(tmp_path):
     kinds = {name: (info.dtype, tuple(info.shape)) for name, info in folder.tensors.items()}
     assert kinds == {"a.weight": ("BF16", (5, 6)), "b.weight": ("F8_E4M3", (5, 6)), "c": ("F32", (2,))}
     assert torch.equal(folder.read("a.weight"), dequantize_fp8(value, tensors["a.weight_scale_inv"], 4, 4))
+
+
+def test_one_expert_of_mxfp4_is_the_one_of_all(gpt_oss):
+    weights = HuggingFaceWeights(HuggingFaceFolder(gpt_oss))
+    name = "layers.0.mlp.experts.gate_proj.weight"
+    whole = weights.read(name)
+    assert all(torch.equal(weights.read(name, expert), whole[expert]) for expert in range(len(whole)))
