@@ -23,4 +23,8 @@ def select_launcher(name: str) -> Launcher:
         from megalaunch.launchers.kubernetes.launcher import KubernetesLauncher
 
         return KubernetesLauncher()
+    if name == "ray":
+        from megalaunch.launchers.ray.launcher import RayLauncher
+
+        return RayLauncher()
     raise LauncherError(f"there is no launcher {name!r} for other machines")

@@ -53,8 +53,9 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
     place = planned.place
     if detach and planned.start != "job":
         fail("--detach needs a launcher that submits jobs\nfix:  launcher=slurm or kubernetes, or leave --detach out")
-    if detach and planned.spec.launcher.name == "ssh":
-        fail("launcher=ssh ends its nodes when this command ends\nfix:  nohup or tmux keeps it; leave --detach out")
+    if detach and planned.spec.launcher.name in ("ssh", "ray"):
+        name = planned.spec.launcher.name
+        fail(f"launcher={name} ends its nodes when this command ends\nfix:  nohup or tmux keeps it; leave --detach out")
     if planned.decision.action == "report":
         if place is None or place.rank == 0:
             _echo(finished_report(planned.spec, planned.directory, planned.state))

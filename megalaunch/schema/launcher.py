@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megalaunch.schema.kubernetes import KubernetesSpec
+from megalaunch.schema.ray import RaySpec
 from megalaunch.schema.setting import setting
 from megalaunch.schema.slurm import SlurmSpec
 from megalaunch.schema.ssh import SshSpec
@@ -15,11 +16,10 @@ from megalaunch.schema.ssh import SshSpec
 class LauncherSpec:
     """Restarts, timeouts and stopping. PyTorch's elastic agent starts the workers."""
 
-    name: Literal["local", "slurm", "ssh", "kubernetes"] = setting(
+    name: Literal["local", "slurm", "ssh", "kubernetes", "ray"] = setting(
         "local",
         "Where to start the elastic agents: on this machine, on the nodes of a job of Slurm, on hosts by ssh, "
-        "or in pods of Kubernetes; "
-        "inside an allocation always on its nodes.",
+        "in pods of Kubernetes, or on the nodes of a Ray cluster; inside an allocation always on its nodes.",
     )
     python: str | None = setting(None, "Python of the nodes; null: the path of this one, or `python3` in a container.")
     max_restarts: int = setting(3, "Restarts in a row after failures; each new checkpoint resets the count.", minimum=0)
@@ -49,3 +49,4 @@ class LauncherSpec:
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     ssh: SshSpec = field(default_factory=SshSpec)
     kubernetes: KubernetesSpec = field(default_factory=KubernetesSpec)
+    ray: RaySpec = field(default_factory=RaySpec)

@@ -21,7 +21,7 @@ from megalaunch.rundir.paths import RunDirectory
 pytestmark = pytest.mark.serial
 
 _STEPS = 120
-_REMOTE = "megalaunch.launchers.ssh.remote_agent"
+_REMOTE = "megalaunch.launchers.attached.remote_agent"
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,14 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.launch.node import NodeAgent
+from megalaunch.launchers.attached import job as attached_job
+from megalaunch.launchers.attached import remote_agent
+from megalaunch.launchers.attached.remote_agent import NodeOrder, greeting
 from megalaunch.launchers.launcher import LauncherError
 from megalaunch.launchers.record import JobRecord
-from megalaunch.launchers.ssh import connection, nodes, remote_agent
+from megalaunch.launchers.ssh import connection
 from megalaunch.launchers.ssh.connection import Connection
 from megalaunch.launchers.ssh.launcher import SshLauncher
-from megalaunch.launchers.ssh.remote_agent import NodeOrder, greeting
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.paths import RunDirectory
 
@@ -63,7 +65,7 @@ def test_a_dry_run_prints_each_command_and_its_order_without_a_secret(ssh, tmp_p
     words = shlex.split(command)
     assert words[:3] == ["ssh", "-T", "-o"]
     assert "BatchMode=yes" in words
-    assert words[-2:] == ["me@a", "'/opt/my python' -m megalaunch.launchers.ssh.remote_agent"]
+    assert words[-2:] == ["me@a", "'/opt/my python' -m megalaunch.launchers.attached.remote_agent"]
     row = json.loads(order)
     assert row["arguments"][:2] == ["train", "recipe=tiny"]
     assert "cluster.devices_per_node=2" in row["arguments"]  # it was open, and is what the check assumed
@@ -134,7 +136,7 @@ def order_of(folder, *arguments, text="mine"):
 
 def node(folder):
     """The agent of a node as a process of this machine."""
-    command = [sys.executable, "-m", "megalaunch.launchers.ssh.remote_agent"]
+    command = [sys.executable, "-m", "megalaunch.launchers.attached.remote_agent"]
     return Connection(1, "b", command, folder / "node_1.log")
 
 
@@ -240,8 +242,8 @@ def test_agents_do_not_restart_what_the_launcher_restarts(tmp_path, monkeypatch,
 
 def test_a_start_waits_until_the_lease_of_a_host_that_does_not_answer_is_over(ssh, tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "_CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(nodes, "_FAILED_SECONDS", 0.2)
-    monkeypatch.setattr(nodes, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(attached_job, "_FAILED_SECONDS", 0.2)
+    monkeypatch.setattr(attached_job, "LEASE_SECONDS", 0.3)
     silent = playing_hosts(5).rpartition(";")[0]
     ssh(f'case "$*" in *" b "*) {silent}; exec sleep 30;; esac; {playing_hosts(5)}')
     assert train(tmp_path, "launcher.max_restarts=1").exit_code == 5

@@ -6,15 +6,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
+from megalaunch.launchers.attached.orders import copied_variables, hidden_values, node_orders
+from megalaunch.launchers.attached.remote_agent import NodeOrder
 from megalaunch.launchers.launcher import Job, LauncherError
-from megalaunch.launchers.ssh.remote_agent import NodeOrder
-from megalaunch.rundir.environment import ATTEMPT_VARIABLE
-from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.ssh import SshSpec
 
-_AGENT = "megalaunch.launchers.ssh.remote_agent"
+_AGENT = "megalaunch.launchers.attached.remote_agent"
 _ALIVE_SECONDS = 5  # between two questions of ssh to its server; it ends after three without an answer
 
 
@@ -33,37 +31,18 @@ def ssh_commands(job: Job) -> list[list[str]]:
     return [["ssh", "-T", *_config(ssh), *words, host, agent] for host in ssh.hosts[: job.nodes]]
 
 
-def node_orders(job: Job, environment: Mapping[str, str], shared_text: str, attempt: int) -> list[NodeOrder]:
-    """Return what each node runs: the command as typed, with the variables that tell a node its place.
-
-    Args:
-        environment: of this process; launcher.ssh.environment says what of it is copied.
-        shared_text: of job.json, which a node must see.
-
-    Raises:
-        LauncherError: ssh does not tell the address of node 0.
-    """
+def ssh_orders(job: Job, copied: Mapping[str, str], shared_text: str, attempt: int) -> list[NodeOrder]:
+    """Return what each node runs. Raises LauncherError if ssh does not tell the address of node 0."""
     ssh = job.settings.ssh
-    copied = {name: value for name, value in environment.items() if any(fnmatchcase(name, p) for p in ssh.environment)}
-    common = {
-        **copied,
-        ATTEMPT_VARIABLE: str(attempt),
-        "GROUP_WORLD_SIZE": str(job.nodes),
-        "MASTER_ADDR": ssh.master_addr or _address(ssh),
-        "MASTER_PORT": str(ssh.master_port),
-    }
-    shared = str(RunDirectory(job.directory).job)
-    return [
-        NodeOrder(job.arguments, {**common, "GROUP_RANK": str(node)}, str(job.working_directory), shared, shared_text)
-        for node in range(job.nodes)
-    ]
+    address = ssh.master_addr or _address(ssh)
+    return node_orders(job, copied, address, ssh.master_port, shared_text, attempt)
 
 
 def shown_plan(job: Job, environment: Mapping[str, str]) -> str:
     """Return the command line and the order of each node, with the names of copied variables in place of values."""
-    hidden = {name: f"<value of {name}>" for name in environment}
+    hidden = copied_variables(hidden_values(environment), job.settings.ssh.environment)
     lines = []
-    orders = node_orders(job, hidden, "<text of this file>", attempt=0)
+    orders = ssh_orders(job, hidden, "<text of this file>", attempt=0)
     for node, (command, order) in enumerate(zip(ssh_commands(job), orders, strict=True)):
         text = order.to_line().decode()
         lines += [

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megalaunch.fs import open_file
+from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.remote_agent import AGENT_CODES, BEAT_SECONDS
 from megalaunch.launchers.launcher import LauncherError
-from megalaunch.launchers.ssh.remote_agent import AGENT_CODES, BEAT_SECONDS, STOP, NodeOrder, greeting
 
 _CLOSE_SECONDS = 8.0  # the agent kills what it has started in five
 _TEXT = 4000  # bytes of ssh's messages that are read
 _UNREACHABLE = ("resolve hostname", "Connection refused", "timed out", "No route", "unreachable", "Connection closed")
 
 
-class Connection:
-    """One node as this process sees it; everything that the agent said is in `said`, by the name of the record."""
+class Connection(HeldNode):
+    """One node by ssh."""
 
     def __init__(self, node: int, host: str, command: Sequence[str], log: Path) -> None:
         """Start ssh. Raises LauncherError if there is none."""
-        self.node, self.host, self._python = node, host, command[-1].split()[0]
-        self.said: dict[str, Any] = {}
-        self._log, self._rest, self._beat = log, b"", time.monotonic()
+        super().__init__(node, host)
+        self._python = command[-1].split()[0]
+        self._log, self._beat = log, time.monotonic()
         with os.fdopen(open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             self._log_start = output.tell()
             try:
@@ -46,18 +45,10 @@ class Connection:
         self._lease, self._records = self._ssh.stdin, self._ssh.stdout
         os.set_blocking(self._records.fileno(), False)
 
-    def __str__(self) -> str:
-        return f"node {self.node} ({self.host})"
-
     @property
     def ended(self) -> bool:
         """Whether nothing more comes from the node."""
         return "exit" in self.said or self._ssh.poll() is not None
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code of the command, negative for a signal; None: it runs, or its host was lost."""
-        return self.said.get("exit")
 
     def poll(self) -> None:
         """Renew the lease, and read what the agent has said."""
@@ -66,19 +57,7 @@ class Connection:
             self._beat = time.monotonic()
             self._write(b"\n")
         while not self._records.closed and (read := self._records.read(1 << 16)):
-            *lines, self._rest = (self._rest + read).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):  # a greeting of the login shell
-                    record = json.loads(line)
-                    self.said.update(record if isinstance(record, dict) else {})
-
-    def send(self, order: NodeOrder) -> None:
-        """Send the order of the node."""
-        self._write(order.to_line())
-
-    def stop(self) -> None:
-        """Ask the workers of the node to save and end."""
-        self._write(STOP + b"\n")
+            self._read(read)
 
     def end_lease(self) -> None:
         """Let the agent kill all that it has started; `wait` waits for that."""
@@ -96,17 +75,6 @@ class Connection:
         finally:
             self._records.close()
         return self._ssh.returncode in AGENT_CODES
-
-    def require_same_code(self) -> None:
-        """Raise LauncherError unless the host has the Python and the megalaunch of this machine."""
-        there, here = self.said["greeting"], greeting()
-        different = [
-            f"{name} {there.get(name)} in place of {here[name]}" for name in here if there.get(name) != here[name]
-        ]
-        if different:
-            raise LauncherError(
-                f"{self} has {' and '.join(different)}", "install the same there, or name its path in launcher.python"
-            )
 
     def failure(self) -> LauncherError:
         """Return why ssh ended before the agent has said anything."""

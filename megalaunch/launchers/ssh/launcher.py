@@ -1,84 +1,39 @@
-"""Runs by ssh: the process that starts one holds it, so that its record names that process."""
+"""Runs by ssh: an agent on each host of launcher.ssh.hosts."""
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import time
-from pathlib import Path
+from collections.abc import Callable
 
-from megalaunch.fs import make_directory
-from megalaunch.launch.process import Process, find_process, is_alive, send_signal
-from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
-from megalaunch.launchers.record import JobRecord, write_record
-from megalaunch.launchers.ssh.commands import shown_plan
-from megalaunch.launchers.ssh.nodes import SshJob, start_nodes
+from megalaunch.launchers.attached.job import Start, start_nodes
+from megalaunch.launchers.attached.launcher import AttachedLauncher
+from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.orders import copied_variables
+from megalaunch.launchers.launcher import Job
+from megalaunch.launchers.ssh.commands import shown_plan, ssh_commands, ssh_orders
+from megalaunch.launchers.ssh.connection import Connection
 from megalaunch.rundir.paths import RunDirectory
 
 
-class SshLauncher:
-    """Starts an agent on each host of launcher.ssh.hosts; the job ends with this process."""
+class SshLauncher(AttachedLauncher):
+    """Starts an agent on each host by ssh; the job ends with this process."""
 
-    attached = True
-
-    def __init__(self) -> None:
-        self._job: SshJob | None = None
+    name = "ssh"
 
     def manifest(self, job: Job) -> str:
         """Return the command line of each node, and what it gets on stdin."""
         return shown_plan(job, os.environ)
 
-    def submit(self, job: Job) -> JobRecord:
-        """Write the record, which every node must see, and start all nodes."""
-        directory, process = RunDirectory(job.directory), find_process(os.getpid())
-        assert process is not None, "this process has an entry in /proc"
-        make_directory(directory.root)
-        make_directory(directory.logs)
-        output = str(directory.node_log("*"))
-        host = socket.gethostname()
-        record = JobRecord("ssh", process.pid, job.name, job.nodes, time.time(), host, output, process.started)
-        write_record(directory.job, record)
-        text = directory.job.read_text(encoding="utf-8")
-        try:
-            nodes = start_nodes(job, text, attempt=0, given_up=lambda: False)
-        except BaseException:
-            directory.job.unlink()  # nothing was started
-            raise
-        self._job = SshJob(job, text, nodes)
-        return record
+    def starter(self, job: Job, shared_text: str) -> Start:
+        """Return the function that connects to the hosts."""
+        settings, directory = job.settings.ssh, RunDirectory(job.directory)
 
-    def status(self, record: JobRecord) -> JobStatus:
-        """Return the state of a job of this process; of another's, whether that process lives."""
-        if self._job is not None:
-            return self._job.status
-        if is_alive(_holder(record)):
-            return JobStatus("running", "RUNNING", f"held by process {record.id} on {record.host}")
-        return JobStatus("ended", "ENDED", f"process {record.id} on {record.host} has ended")
+        def start(attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
+            orders = ssh_orders(job, copied_variables(os.environ, settings.environment), shared_text, attempt)
+            commands = enumerate(ssh_commands(job))
+            connect = (
+                Connection(node, settings.hosts[node], command, directory.node_log(node)) for node, command in commands
+            )
+            return start_nodes(connect, orders, settings.connect_timeout, given_up)
 
-    def stop(self, record: JobRecord, at_once: bool) -> str:
-        """Pass the request to the nodes, or by a signal to the process that holds the job."""
-        if self._job is not None:
-            self._job.stop(at_once)
-        else:
-            holder = _holder(record)
-            if send_signal(holder, signal.SIGTERM) and at_once:
-                send_signal(holder, signal.SIGINT)
-        return f"job {record.id} {'ends' if at_once else 'saves a checkpoint and ends'}"
-
-    def output(self, record: JobRecord) -> list[Path]:
-        """Return the output of each node, in their order."""
-        pattern = Path(record.output)
-        paths = (pattern.with_name(pattern.name.replace("*", str(node))) for node in range(record.nodes))
-        return [path for path in paths if path.exists()]
-
-    def new_lines(self, record: JobRecord) -> list[str]:
-        """Return nothing: the output of the nodes comes to this machine."""
-        return []
-
-
-def _holder(record: JobRecord) -> Process:
-    """Return the process that holds a job. Raises LauncherError on another machine than that process's."""
-    if record.host != socket.gethostname():
-        raise LauncherError(f"process {record.id} on {record.host} holds the job", f"type the command on {record.host}")
-    return Process(int(record.id), record.started)
+        return start

@@ -1,19 +1,17 @@
-"""The nodes of a run by ssh: start them together, watch them, and start all again after a failure."""
+"""Run a job on nodes that this process holds: start them together, watch them, start all again after a failure."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megalaunch.launch.supervise import RestartBudget
+from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
-from megalaunch.launchers.ssh.commands import node_orders, ssh_commands
-from megalaunch.launchers.ssh.connection import Connection
-from megalaunch.launchers.ssh.remote_agent import LEASE_SECONDS
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
@@ -28,28 +26,29 @@ _ON_PURPOSE = (
 )
 
 
-def start_nodes(job: Job, shared_text: str, attempt: int, given_up: Callable[[], bool]) -> list[Connection]:
+def start_nodes(
+    connect: Iterable[HeldNode], orders: Sequence[NodeOrder], seconds: float, given_up: Callable[[], bool]
+) -> list[HeldNode]:
     """Start the command on all nodes; none is left if one refuses.
 
     Args:
-        shared_text: of job.json.
+        connect: connects to one node after the other.
+        seconds: for connecting.
         given_up: whether the start has to end.
 
     Raises:
         LauncherError: a node cannot be started; the reason and the fix are those of the first such node.
     """
-    directory = RunDirectory(job.directory)
-    orders = node_orders(job, os.environ, shared_text, attempt)
-    nodes: list[Connection] = []
+    nodes: list[HeldNode] = []
     try:
-        for node, command in enumerate(ssh_commands(job)):
-            nodes.append(Connection(node, job.settings.ssh.hosts[node], command, directory.node_log(node)))
-        deadline = time.monotonic() + job.settings.ssh.connect_timeout + _START_SECONDS
+        for node in connect:
+            nodes.append(node)  # one by one: the next may fail
+        deadline = time.monotonic() + seconds + _START_SECONDS
         _wait_for("greeting", nodes, deadline, given_up)
-        for connection in nodes:
-            connection.require_same_code()
-        for connection, order in zip(nodes, orders, strict=True):
-            connection.send(order)
+        for node in nodes:
+            node.require_same_code()
+        for node, order in zip(nodes, orders, strict=True):
+            node.send(order)
         _wait_for("started", nodes, deadline, given_up)
     except BaseException:
         end_nodes(nodes)
@@ -57,7 +56,7 @@ def start_nodes(job: Job, shared_text: str, attempt: int, given_up: Callable[[],
     return nodes
 
 
-def _wait_for(record: str, nodes: Sequence[Connection], deadline: float, given_up: Callable[[], bool]) -> None:
+def _wait_for(record: str, nodes: Sequence[HeldNode], deadline: float, given_up: Callable[[], bool]) -> None:
     while not all(record in node.said for node in nodes):
         for node in nodes:
             over = node.ended
@@ -78,7 +77,7 @@ def _wait_for(record: str, nodes: Sequence[Connection], deadline: float, given_u
         time.sleep(_POLL_SECONDS)
 
 
-def end_nodes(nodes: Sequence[Connection]) -> bool:
+def end_nodes(nodes: Sequence[HeldNode]) -> bool:
     """Let all agents kill what they have started, all at the same time; return whether all have."""
     for node in nodes:
         node.end_lease()
@@ -98,13 +97,19 @@ class _End:
     lost: bool
 
 
-class SshJob:
+Start = Callable[[int, Callable[[], bool]], list[HeldNode]]
+"""Starts all nodes: gets the number of the attempt, and whether the start has to end. Raises LauncherError."""
+
+
+class AttachedJob:
     """Watches the nodes in a thread, so that a display that waits does not end their leases."""
 
-    def __init__(self, job: Job, shared_text: str, nodes: list[Connection]) -> None:
-        self._job, self._shared_text, self._nodes = job, shared_text, nodes
+    def __init__(self, job: Job, start: Start) -> None:
+        """Start all nodes. Raises LauncherError."""
+        self._job, self._start = job, start
+        self._nodes = start(0, lambda: False)
         self._directory = RunDirectory(job.directory)
-        self._hosts = ",".join(node.host for node in nodes)
+        self._hosts = ",".join(node.host for node in self._nodes)
         self._budget = RestartBudget(job.settings.max_restarts, job.settings.restart_backoff, self._saved_step())
         self._stop, self._now = threading.Event(), threading.Event()
         self.status = JobStatus("running", "RUNNING", nodes=self._hosts)
@@ -151,7 +156,7 @@ class SshJob:
         with contextlib.suppress(FileNotFoundError):
             self._directory.outcome.unlink()  # it is that of the attempt that failed
         try:
-            self._nodes = start_nodes(self._job, self._shared_text, attempt, self._stop.is_set)
+            self._nodes = self._start(attempt, self._stop.is_set)
         except LauncherError as error:
             return str(error)
         self.status = JobStatus("running", "RUNNING", nodes=self._hosts, restarts=attempt)
@@ -159,7 +164,7 @@ class SshJob:
 
     def _watch(self) -> _End:
         """Watch the nodes until all have ended; the first that ended tells how. None is left."""
-        first: Connection | None = None
+        first: HeldNode | None = None
         deadline, told = float("inf"), False
         while not all(node.ended for node in self._nodes) and time.monotonic() < deadline and not self._now.is_set():
             for node in self._nodes:
@@ -179,7 +184,7 @@ class SshJob:
         lost = not end_nodes(self._nodes)
         return self._end(first or self._nodes[0], lost)
 
-    def _end(self, first: Connection, lost: bool) -> _End:
+    def _end(self, first: HeldNode, lost: bool) -> _End:
         code = first.exit_code
         failed = [node for node in self._nodes if node.exit_code not in (0, None)]
         if code == 0 and not failed and not lost:

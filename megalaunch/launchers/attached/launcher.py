@@ -1,0 +1,92 @@
+"""Launchers whose jobs end with the process that started them: its record names that process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from megalaunch.fs import make_directory
+from megalaunch.launch.process import Process, find_process, is_alive, send_signal
+from megalaunch.launchers.attached.job import AttachedJob, Start
+from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
+from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.rundir.paths import RunDirectory
+
+
+class AttachedLauncher(ABC):
+    """Starts an agent on each node; the job ends with this process.
+
+    Attributes:
+        name: `launcher.name`.
+    """
+
+    attached = True
+    name: str
+
+    def __init__(self) -> None:
+        self._job: AttachedJob | None = None
+
+    @abstractmethod
+    def manifest(self, job: Job) -> str:
+        """Return what each node gets."""
+
+    @abstractmethod
+    def starter(self, job: Job, shared_text: str) -> Start:
+        """Return the function that starts all nodes of a job; `shared_text` is that of job.json."""
+
+    def submit(self, job: Job) -> JobRecord:
+        """Write the record, which every node must see, and start all nodes."""
+        directory, process = RunDirectory(job.directory), find_process(os.getpid())
+        assert process is not None, "this process has an entry in /proc"
+        make_directory(directory.root)
+        make_directory(directory.logs)
+        output = str(directory.node_log("*"))
+        host = socket.gethostname()
+        record = JobRecord(self.name, process.pid, job.name, job.nodes, time.time(), host, output, process.started)
+        write_record(directory.job, record)
+        text = directory.job.read_text(encoding="utf-8")
+        try:
+            self._job = AttachedJob(job, self.starter(job, text))
+        except BaseException:
+            directory.job.unlink()  # nothing was started
+            raise
+        return record
+
+    def status(self, record: JobRecord) -> JobStatus:
+        """Return the state of a job of this process; of another's, whether that process lives."""
+        if self._job is not None:
+            return self._job.status
+        if is_alive(_holder(record)):
+            return JobStatus("running", "RUNNING", f"held by process {record.id} on {record.host}")
+        return JobStatus("ended", "ENDED", f"process {record.id} on {record.host} has ended")
+
+    def stop(self, record: JobRecord, at_once: bool) -> str:
+        """Pass the request to the nodes, or by a signal to the process that holds the job."""
+        if self._job is not None:
+            self._job.stop(at_once)
+        else:
+            holder = _holder(record)
+            if send_signal(holder, signal.SIGTERM) and at_once:
+                send_signal(holder, signal.SIGINT)
+        return f"job {record.id} {'ends' if at_once else 'saves a checkpoint and ends'}"
+
+    def output(self, record: JobRecord) -> list[Path]:
+        """Return the output of each node, in their order."""
+        pattern = Path(record.output)
+        paths = (pattern.with_name(pattern.name.replace("*", str(node))) for node in range(record.nodes))
+        return [path for path in paths if path.exists()]
+
+    def new_lines(self, record: JobRecord) -> list[str]:
+        """Return nothing: the output of the nodes comes to this machine."""
+        return []
+
+
+def _holder(record: JobRecord) -> Process:
+    """Return the process that holds a job. Raises LauncherError on another machine than that process's."""
+    if record.host != socket.gethostname():
+        raise LauncherError(f"process {record.id} on {record.host} holds the job", f"type the command on {record.host}")
+    return Process(int(record.id), record.started)

@@ -1,0 +1,161 @@
+"""A real Ray cluster of two nodes on this machine: a run survives its agents, resumes exactly, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from launching import steps_of, wait_until
+from training import MEGALAUNCH, tiny_overrides
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.launch.process import descendants, kill_all
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.paths import RunDirectory
+
+_STEPS = 120
+_LENGTH = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
+_RAY = ("launcher=ray", "cluster.nodes=2", "cluster.devices_per_node=1")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a cluster whose two nodes are processes of this machine."""
+    pytest.importorskip("ray")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 1, "object_store_memory": 80_000_000}
+    made = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    try:
+        made.add_node(**size)
+        yield made.address
+    finally:
+        made.shutdown()
+
+
+@contextmanager
+def started(folder, *overrides):
+    """`megalaunch train` in a process of its own; on leaving, nothing of it is left."""
+    process = subprocess.Popen(
+        [*MEGALAUNCH, "train", *overrides], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        left = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        kill_all(left, 5)
+
+
+def processes(*words):
+    """The pids of the processes whose command lines have all these words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if all(word in line for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+def losses_of(run):
+    """The loss of each step; a step that was computed again must have the same."""
+    losses = {}
+    for record in read_lines(run.metrics):
+        if "loss" in record:
+            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(cluster, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *_LENGTH)
+    with started(tmp_path, *overrides) as train:
+        wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 12), 180)
+        assert train.poll() is None, train.communicate()[0]
+        (agent,) = processes(str(run.root), "megalaunch.engine.agent", "--node-rank=1")
+        os.kill(agent, signal.SIGKILL)
+        output, _ = train.communicate(timeout=240)
+        assert train.returncode == 0, output
+    assert "restart 1: node 1 (" in output
+    assert "resuming after step " in output
+    assert processes(str(run.root), "-m megalaunch") == []
+    local = RunDirectory(tmp_path / "local/run")
+    names = tiny_overrides(tmp_path / "local", "cluster.devices_per_node=2", *_LENGTH, shared=tmp_path)
+    subprocess.run([*MEGALAUNCH, "train", *names], cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    assert len(losses_of(run)) == _STEPS
+    assert losses_of(run) == losses_of(local)
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", "train.steps=2000")
+    with started(tmp_path, *overrides) as train:
+        wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 2), 180)
+        train.send_signal(signal.SIGTERM)
+        output, _ = train.communicate(timeout=120)
+        assert train.returncode == 75, output
+    outcome = read_outcome(run.outcome)
+    assert run.checkpoint(outcome.step).is_dir()
+    with started(tmp_path, *overrides) as train:
+        wait_until(
+            lambda: train.poll() is not None or len(processes(str(run.root), "megalaunch.engine.worker")) >= 2, 180
+        )
+        assert train.poll() is None, train.communicate()[0]
+        train.kill()
+        wait_until(lambda: processes(str(run.root), "-m megalaunch") == [], 30)
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_what_the_cluster_has_not_is_named(cluster, tmp_path):
+    more = ("cluster.nodes=3", "batch.global_batch_size=6", "launcher.ray.placement_timeout=2")
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *more)
+    done = subprocess.run([*MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert (
+        "the Ray cluster has 2 nodes, and not 3 with 1 CPU free\nfix:  `ray status` shows what is used" in done.stderr
+    )
+    assert not RunDirectory(tmp_path / "run").job.exists()
+
+
+def test_a_dry_run_prints_the_placement_group_and_the_orders(tmp_path, monkeypatch):
+    monkeypatch.setenv("CANARY_TOKEN", "canary-of-a-token")
+    more = ("launcher.ray.environment=[CANARY_*]", "--dry-run")
+    done = CliRunner().invoke(app, ["train", *tiny_overrides(tmp_path, *_RAY, *more)])
+    assert done.exit_code == 0, done.output
+    group, node_0, order, node_1, _ = done.stdout.split("\n\n", 1)[1].splitlines()
+    assert group == '# placement group: STRICT_SPREAD, 2 x {"CPU": 1.0}'
+    assert (node_0, node_1) == ("# node 0", "# node 1")
+    assert json.loads(order)["environment"]["CANARY_TOKEN"] == "<value of CANARY_TOKEN>"
+    assert "canary-of-a-token" not in done.output
+
+
+def test_a_run_of_ray_is_not_detached(tmp_path):
+    done = CliRunner().invoke(app, ["train", *tiny_overrides(tmp_path, *_RAY, "--detach")])
+    assert done.exit_code == 2
+    assert "launcher=ray ends its nodes when this command ends\nfix:  nohup or tmux" in done.stderr
+
+
+def test_an_address_without_a_cluster_is_named(tmp_path):
+    pytest.importorskip("ray")
+    overrides = tiny_overrides(tmp_path, *_RAY, "launcher.ray.address='no port'")
+    done = subprocess.run([*MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "error: Ray does not connect to no port: " in done.stderr
