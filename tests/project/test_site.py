@@ -37,5 +37,5 @@ def test_a_message_of_troubleshooting_is_printed_by_the_code(message):
 
 
 def test_there_are_guides_and_messages():
-    assert len(GUIDES) == 3
+    assert len(GUIDES) == 6
     assert len(TROUBLES) >= 12
