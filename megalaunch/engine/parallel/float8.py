@@ -86,7 +86,7 @@ def begin_float8_step(model: ModelParts) -> None:
 
 
 def update_float8_scales(model: ModelParts) -> None:
-    """After an update of the weights, compute the scales with which they are gathered in fp8. Collective."""
+    """After a change of the weights, compute the scales with which they are gathered in fp8. Collective."""
     for gather in _gathers(model):
         gather.compute_scales()
 
@@ -103,9 +103,10 @@ def float8_states(model: ModelParts) -> Mapping[str, Tensor]:
 
 
 def restore_float8(model: ModelParts) -> None:
-    """Compute the delayed scales from histories that were loaded."""
+    """Compute the scales from the histories and weights that were loaded: a validation may be next. Collective."""
     for histories in _histories(model):
         histories.restored()
+    update_float8_scales(model)
 
 
 def _histories(model: ModelParts) -> Iterator[AmaxHistories]:
