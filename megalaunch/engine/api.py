@@ -32,7 +32,6 @@ from megalaunch.engine.inference.request import (
     validate_prompts,
 )
 from megalaunch.engine.inference.sampling import Sampling
-from megalaunch.engine.operator_check import OperatorCheck, check_operators
 from megalaunch.engine.platform.registry import best_device, get_platform
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.schema import RunSpec
@@ -40,6 +39,7 @@ from megalaunch.schema import RunSpec
 if TYPE_CHECKING:
     from megalaunch.engine.inference.perplexity import Score as Score
     from megalaunch.engine.lm_eval_adapter import TaskScore as TaskScore
+    from megalaunch.engine.operator_check import OperatorCheck as OperatorCheck
 
 __all__ = [
     "Answer",
@@ -55,7 +55,6 @@ __all__ = [
     "LanguageModel",
     "MegatronCheckpoint",
     "ModelSource",
-    "OperatorCheck",
     "Sampling",
     "TextDelta",
     "Upcycling",
@@ -112,6 +111,8 @@ def check_platform(name: str | None = None) -> tuple[str, list[OperatorCheck]]:
         ValueError: There is no such platform, or it cannot be used here.
         PlatformError: An override, or the package of a platform, cannot be loaded.
     """
+    from megalaunch.engine.operator_check import check_operators  # late: generation needs no optimizer, nor DTensor
+
     platform = get_platform(best_device().type if name is None else name)
     if (reason := platform.unusable()) is not None:
         raise ValueError(f"{platform.facts.device} cannot be checked here: {reason}")
