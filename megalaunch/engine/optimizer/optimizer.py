@@ -46,7 +46,8 @@ class Optimizer:
         self._parameters = dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
         self._state_dtype = moment_dtype(precision)
-        with build_for(self.parameters[0].device):
+        # A pipeline stage may have no parameters, and then builds nothing.
+        with build_for(next((param.device for param in self.parameters), torch.device("cpu"))):
             self._groups = _groups(self._parameters, spec, precision)
         self._rules = {name: group.rule for group in self._groups for name in group.names}
         self._offloaded = choose_offloaded(self._parameters, spec.optimizer_offload_fraction)
