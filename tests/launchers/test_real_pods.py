@@ -79,9 +79,10 @@ def test_stop_lets_the_pods_save_and_the_command_continues(cluster, tmp_path, un
     run = RunDirectory(tmp_path / "run")
     overrides = tiny_overrides(tmp_path, *pods("job"))
     assert call(tmp_path, "train", *overrides, "--detach")[0] == 0
-    with running_pods(cluster, read_record(run.job).id, tmp_path):
+    with running_pods(cluster, read_record(run.job).id, tmp_path) as kubelet:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 4, 180)
-        assert call(tmp_path, "stop", str(run.root))[0] == 0
+        with kubelet.paused():  # or the run might end before the command has started
+            assert call(tmp_path, "stop", str(run.root))[0] == 0
         wait_until(run.outcome.exists, 60)
     outcome = read_outcome(run.outcome)
     assert (outcome.exit_code, run.checkpoint(outcome.step).is_dir()) == (75, True)

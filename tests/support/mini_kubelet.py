@@ -67,10 +67,22 @@ class MiniKubelet:
     def kill(self, index: int) -> None:
         """Kill all processes of a pod, as a lost node does."""
         pod = self.pods[index]
-        left = descendants(pod.process.pid)
+        below = _pids_below(pod.process.pid)
         pod.process.send_signal(signal.SIGKILL)
-        for process in left:
-            os.kill(process.pid, signal.SIGKILL)
+        for pid in below:
+            os.kill(pid, signal.SIGKILL)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the processes of all pods; a signal reaches them when they go on."""
+        held = [pid for pod in self.pods.values() for pid in (pod.process.pid, *_pids_below(pod.process.pid))]
+        for pid in held:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in held:
+                os.kill(pid, signal.SIGCONT)
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -189,6 +201,10 @@ class MiniKubelet:
             self._tell(pod, "Failed" if code else "Succeeded", code)
         found["status"] = {"conditions": [{"type": condition, "status": "True", "message": message}]}
         self._cluster.write(self._name, found)
+
+
+def _pids_below(pid: int) -> list[int]:
+    return [process.pid for process in descendants(pid)]
 
 
 def _expanded(text: str, environment: dict[str, str]) -> str:

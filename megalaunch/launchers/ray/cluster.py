@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.schema.ray import RaySpec
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -42,7 +43,7 @@ def connect_to_ray(address: str | None) -> None:
 
 def bundle(job: Job) -> dict[str, float]:
     """Return the resources of one node."""
-    settings = job.settings.ray
+    settings: RaySpec = job.settings.ray
     wanted = {"CPU": float(settings.cpus_per_node), settings.device_resource: float(job.devices_per_node)}
     return {name: count for name, count in wanted.items() if count}
 
@@ -52,8 +53,9 @@ def reserve_nodes(job: Job, given_up: Callable[[], bool]) -> PlacementGroup:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    settings: RaySpec = job.settings.ray
     group = placement_group([bundle(job) or {"CPU": 0.01}] * job.nodes, strategy="STRICT_SPREAD")
-    deadline = time.monotonic() + job.settings.ray.placement_timeout
+    deadline = time.monotonic() + settings.placement_timeout
     while not group.wait(_POLL_SECONDS):
         if time.monotonic() > deadline or given_up():
             remove_placement_group(group)

@@ -15,6 +15,7 @@ from megalaunch.launchers.launcher import Job
 from megalaunch.launchers.ray.cluster import bundle, connect_to_ray, reserve_nodes
 from megalaunch.launchers.ray.connection import RayNode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema.ray import RaySpec
 
 _CONNECT_SECONDS = 60.0
 
@@ -35,7 +36,8 @@ class RayLauncher(AttachedLauncher):
 
     def starter(self, job: Job, shared_text: str) -> Start:
         """Return the function that reserves the nodes, and starts an actor on each."""
-        settings, directory = job.settings.ray, RunDirectory(job.directory)
+        settings: RaySpec = job.settings.ray
+        directory = RunDirectory(job.directory)
         groups: list[Any] = []
 
         def start(attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
