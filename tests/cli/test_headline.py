@@ -16,6 +16,7 @@ from megalaunch.rundir.paths import RunDirectory
 HEADLINE = ("train", "recipe=llama3_8b", "parallel=tp4pp4")
 
 
+@pytest.mark.slow
 def test_sixteen_devices_get_sixteen_workers(tmp_path):
     done = on_h100(16, tmp_path, *HEADLINE, "train.exit_at_step=2")
     assert done.returncode == 0, done.stdout + done.stderr

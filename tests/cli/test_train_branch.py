@@ -38,6 +38,7 @@ def dry_run(folder: Path, parent: Path, *more: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_a_branch_continues_as_its_parent_did_and_can_change_what_a_rerun_may_not(parent: Path, tmp_path: Path):
     run, branch = RunDirectory(parent / "run"), RunDirectory(tmp_path / "run")
     code, out, err = train_tiny(tmp_path, *SHORT, "--from", f"{run.root}@2", shared=parent)

@@ -104,6 +104,7 @@ def test_a_stop_then_the_same_command(tmp_path, shared, undisturbed, number, cod
     assert_same_run(directory, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed):
     directory = RunDirectory(tmp_path / "run")
     overrides = (f"train.steps={STEPS}", "launcher.hang_timeout=6")
@@ -148,6 +149,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint(tmp_path, shared, undisturbed):
     assert_same_run(directory, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite(tmp_path, shared):
     code, _, err = train_tiny(
         tmp_path, "optimizer.lr=1e39", "optimizer.weight_decay=0", "optimizer.clip_grad=0", shared=shared
@@ -216,6 +218,7 @@ def _kill_launchers(folder: Path, shared: Path, times: int, seed: int) -> list[s
     return moments
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(tmp_path, shared):
     _kill_launchers(tmp_path, shared, 3, seed=1)
     # The next start works without cleaning up.

@@ -157,6 +157,7 @@ def strange_messages(port: int, host: str) -> None:
                 assert stranger.recv(4096) == b""
 
 
+@pytest.mark.slow
 def test_strangers_reach_no_store_and_a_lost_machine_ends_the_run(machines):
     dist = pytest.importorskip("torch.distributed")
     first, second = machines.start(0), machines.start(1)

@@ -19,6 +19,7 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = pytest.mark.serial
+SLOW = pytest.mark.slow
 
 _STEPS = 120
 _REMOTE = "megalaunch.launchers.attached.remote_agent"
@@ -149,8 +150,8 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
     ("more", "message"),
     [
         ("launcher.ssh.hosts=[node0,closed]", "node 1 (closed) is not reached: ssh: connect to host 127.0.0.3 port"),
-        ("launcher.ssh.hosts=[node0,stranger]", "node 1 (stranger) refuses the login: "),
-        ("launcher.python=/usr/bin/absent", "has no /usr/bin/absent: "),
+        pytest.param("launcher.ssh.hosts=[node0,stranger]", "node 1 (stranger) refuses the login: ", marks=SLOW),
+        pytest.param("launcher.python=/usr/bin/absent", "has no /usr/bin/absent: ", marks=SLOW),
     ],
 )
 def test_a_host_that_cannot_take_part_is_named(hosts, tmp_path, more, message):

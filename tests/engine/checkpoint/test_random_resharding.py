@@ -104,7 +104,7 @@ def assert_close(found: Numbers, expected: Numbers) -> None:
     np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_that_pad_the_vocabulary_are_no_part_of_a_checkpoint(tmp_path, beside):
     """Saved where 512 rows lie over tp 2 and over shards; loaded where they lie over tp 4, and where there are none."""
     model = {"model__vocab_size": 301, "model__num_layers": 2, "model__tie_word_embeddings": beside}

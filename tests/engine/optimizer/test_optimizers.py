@@ -21,6 +21,8 @@ LAYOUTS = {
     "cp2": {"parallel__cp": 2},
     "ep2": {"parallel__dp": 2, "parallel__ep": 2, "model__num_layers": 1, "model__moe": {"num_experts": 4, "top_k": 2}},
 }
+# Quick: each optimizer under one layout, the orthogonalised one under those that shard a matrix.
+QUICK = [("sgd", "pp2"), ("lion", "dp2 zero3"), ("muon", "tp2"), ("muon", "dp2 zero3"), ("no momentum", "dp2 zero3")]
 CASES = [(name, layout) for name in ("sgd", "lion", "muon") for layout in LAYOUTS]
 
 EXPERTS = {"model__num_layers": 1, "model__moe": {"num_experts": 2, "top_k": 2}}
@@ -31,7 +33,9 @@ SHARDED_TWICE = {
 }
 
 
-@pytest.mark.parametrize(("name", "layout"), [*CASES, ("nesterov", "tp2"), ("no momentum", "dp2 zero3")])
+@pytest.mark.parametrize(
+    ("name", "layout"), slow_but([*CASES, ("nesterov", "tp2"), ("no momentum", "dp2 zero3")], *QUICK)
+)
 def test_updates_equal_one_process(name, layout):
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS[name], **LAYOUTS[layout]))
 

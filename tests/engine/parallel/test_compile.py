@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp2 zero3", "experts"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp2 zero3"))
 def test_as_one_process(name, monkeypatch):
     """The graphs and their joint backward, without the minutes of C++ that the default backend takes on processors."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")

@@ -65,7 +65,7 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
     [
         (2, 2, {"parallel__data_sharding": "optim_grads_params", "model__tie_word_embeddings": True}),
         (1, 4, {"model__num_attention_heads": 8, "train__loss_chunks": 3, "model__final_logit_softcapping": 20.0}),
-        (
+        pytest.param(
             1,
             2,
             {
@@ -75,9 +75,13 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
                 "model__num_layers": 4,
                 "model__tie_word_embeddings": True,
             },
+            marks=pytest.mark.slow,
         ),
-        (1, 2, {"parallel__cp": 2, "parallel__sequence_parallel": False, "model__hidden_dropout": 0.2}),
-        (1, 2, {"parallel__tp_comm_overlap": True}),
+        pytest.param(
+            *(1, 2, {"parallel__cp": 2, "parallel__sequence_parallel": False, "model__hidden_dropout": 0.2}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(1, 2, {"parallel__tp_comm_overlap": True}, marks=pytest.mark.slow),
     ],
     ids=["zero3_tied", "chunked", "interleaved_tied", "cp", "ring"],
 )

@@ -56,9 +56,12 @@ def _work(spec: RunSpec) -> Counter[str]:
 @pytest.mark.parametrize(
     "tensor",
     [
-        {"parallel__tp": 2},
+        pytest.param({"parallel__tp": 2}, marks=pytest.mark.slow),
         {"parallel__tp": 2, "parallel__sequence_parallel": True},
-        {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
+        pytest.param(
+            {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
+            marks=pytest.mark.slow,
+        ),
         {"precision__compute_dtype": "bf16"},
     ],
     ids=["tp2", "tp2 sp", "tp2 sp overlapped", "bf16"],

@@ -83,7 +83,6 @@ TWO_STAGES_A_RANK = {"parallel__pp": 2, "parallel__vpp": 2, "model__num_layers":
             (16, {**TWO_STAGES_A_RANK, "parallel__schedule": "interleaved"}),
             (16, {**TWO_STAGES_A_RANK, "parallel__schedule": "zbv"}),
         ],
-        (6, {"parallel__dp": 2}),
         (10, {"parallel__pp": 3, "parallel__schedule": "1f1b"}),
     ),
 )

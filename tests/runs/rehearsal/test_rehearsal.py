@@ -42,6 +42,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 @pytest.mark.serial
+@pytest.mark.slow
 def test_a_whole_rehearsal_of_two_workers_by_the_command(temporary):
     """It takes 20 s: the only test of all six phases with launcher, agents and workers."""
     result = invoke("recipe=llama_tiny", "model.vocab_size=300", "parallel=tp2")
