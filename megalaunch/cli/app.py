@@ -50,7 +50,7 @@ COMMANDS = {
     "validate-config": Subcommand(
         "train.validate_config", "validate_config", "Check a run and report all problems at once."
     ),
-    "explain": Subcommand("reference.explain", "explain", "Explain a rule or a config key."),
+    "explain": Subcommand("reference.explain", "explain", "Explain a rule, a config key, an exit code or an event."),
     "plan": Subcommand("plan.plan", "plan", "Predict memory and speed; search for the best layout."),
     "sweep": Subcommand("sweep", "sweep", "Run a sweep; invalid points are skipped.", True),
     "recipes": Subcommand("recipes.recipes", "app", "List the recipes, show one, or compare two."),

@@ -3,33 +3,226 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.paths import RunDirectory
 
 EventName = Literal[
-    "launch",  # launcher: overrides, workers, command
-    "phase",  # worker rank 0: phase, elapsed_seconds
-    "attention",  # worker rank 0: backend (model.attention_backend), kernel (the one that it means here, and why)
-    "override",  # worker rank 0, one an override of another package: operator, implementation, vendor
-    "resumed",  # worker rank 0: step, checkpoint
-    "metrics_cut",  # worker rank 0: after_step, lines, last_step
-    "metrics_gap",  # worker rank 0: until_step, missing, first, last (steps without a line)
-    "checkpoint",  # worker rank 0: step, path, seconds, waited_seconds (that training was blocked)
-    "progress",  # worker rank 0, during long file work: phase, step, done, total (bytes of this rank)
-    "checkpoint_refused",  # worker rank 0: path, reason
-    "zero_gradient",  # worker rank 0, at the first step of a row: step, limit (such steps that end the run; 0: none)
-    "skipped_step",  # worker rank 0: step, loss_scale (in fp16), grad_norm (null if the gradients overflowed fp16)
-    "bad_step",  # worker rank 0: step, reason, first (batch left out), rewound_to (step; null: no rewind), count, limit
-    "expert_collapse",  # worker rank 0: step, layer, share (of the layer's tokens, at one expert), steps (in a row)
-    "early_stopping",  # worker rank 0: step, metric, best, best_step, validations (in a row without improvement)
-    "stop_requested",  # launcher or worker: signal
-    "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt
-    "restart",  # launcher: attempt, reason, pause_seconds (before the start)
-    "note",  # either: message
-    "outcome",  # the writer of outcome.json: exit_code, reason
+    "launch",
+    "phase",
+    "attention",
+    "override",
+    "resumed",
+    "metrics_cut",
+    "metrics_gap",
+    "checkpoint",
+    "progress",
+    "checkpoint_refused",
+    "zero_gradient",
+    "skipped_step",
+    "bad_step",
+    "expert_collapse",
+    "early_stopping",
+    "stop_requested",
+    "worker_failed",
+    "restart",
+    "note",
+    "outcome",
 ]
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """What an event means; docs/reference/events.md is made from it.
+
+    Attributes:
+        writer: the process that writes it.
+        when: the moment at which it is written.
+        fields: the meaning of each field, besides `time` and `event`.
+        optional: the fields that not every such event has.
+    """
+
+    writer: str
+    when: str
+    fields: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
+
+
+_LAUNCHER, _RANK_0 = "the launcher", "rank 0"
+
+EVENTS: Mapping[EventName, EventKind] = {
+    "launch": EventKind(
+        _LAUNCHER,
+        "before the workers start; everything up to the next one belongs to this launch",
+        {
+            "overrides": "overrides of the command line",
+            "workers": "number of worker processes of all nodes",
+            "command": "command line of this node's agent",
+        },
+    ),
+    "phase": EventKind(
+        _RANK_0,
+        "when a phase begins, such as loading, training, validating",
+        {
+            "phase": "name of the phase",
+            "step": "last finished step",
+            "elapsed_seconds": "seconds since the worker started",
+        },
+    ),
+    "attention": EventKind(
+        _RANK_0,
+        "once the model is built",
+        {"backend": "`model.attention_backend`", "kernel": "kernel that it means in this run, and the reason"},
+    ),
+    "override": EventKind(
+        _RANK_0,
+        "once for each operator that another package replaces",
+        {
+            "operator": "name of the operator",
+            "implementation": "name of the replacement",
+            "vendor": "who provides it",
+        },
+    ),
+    "resumed": EventKind(
+        _RANK_0,
+        "when a checkpoint has been loaded, also at a rewind",
+        {"step": "step of the checkpoint", "checkpoint": "its path"},
+    ),
+    "metrics_cut": EventKind(
+        _RANK_0,
+        "when lines of metrics.jsonl after the loaded step are removed, as those steps are trained again",
+        {
+            "after_step": "last step whose line is kept",
+            "lines": "number of removed lines",
+            "last_step": "last step that had a line",
+        },
+    ),
+    "metrics_gap": EventKind(
+        _RANK_0,
+        "at a resume, if steps before it have no line in metrics.jsonl (a power cut can lose them)",
+        {
+            "until_step": "step of the checkpoint",
+            "missing": "number of steps without a line",
+            "first": "first such step",
+            "last": "last such step",
+        },
+    ),
+    "checkpoint": EventKind(
+        _RANK_0,
+        "when a checkpoint is complete on disk",
+        {
+            "step": "its step",
+            "path": "its path",
+            "seconds": "seconds from the start of the save to its end",
+            "waited_seconds": "seconds of these in which training waited",
+        },
+    ),
+    "progress": EventKind(
+        _RANK_0,
+        "every few seconds of long file work: loading and saving",
+        {
+            "phase": "what is done",
+            "step": "step of the checkpoint",
+            "done": "finished part, in bytes of this rank",
+            "total": "all of it, in bytes of this rank",
+        },
+    ),
+    "checkpoint_refused": EventKind(
+        _RANK_0,
+        "when a checkpoint is damaged or incomplete; the one before it is tried",
+        {"path": "its path", "reason": "what is wrong with which file"},
+    ),
+    "zero_gradient": EventKind(
+        _RANK_0,
+        "at the first step of a row whose gradient norm is exactly 0",
+        {"step": "that step", "limit": "number of such steps in a row that end the run; 0: none"},
+    ),
+    "skipped_step": EventKind(
+        _RANK_0,
+        "when a step updates nothing: its gradients overflowed fp16, or their norm exceeds "
+        "`optimizer.skip_step_grad_norm`",
+        {
+            "step": "that step",
+            "loss_scale": "loss scale of the step; null without one",
+            "grad_norm": "norm of the gradients; null if they overflowed",
+        },
+    ),
+    "bad_step": EventKind(
+        _RANK_0,
+        "when a batch is left out because of a loss spike, or of a loss or gradient that is not finite",
+        {
+            "step": "that step",
+            "reason": "what was found, with ranks and samples",
+            "first": "first step whose batch is left out; `step` is the last one",
+            "rewound_to": "step of the checkpoint that is loaded; null: no rewind",
+            "count": "number of bad steps of the run so far",
+            "limit": "`train.max_bad_steps`",
+        },
+    ),
+    "expert_collapse": EventKind(
+        _RANK_0,
+        "when one expert of a layer got more than `train.expert_collapse_share` of its tokens for too many steps",
+        {
+            "step": "last of these steps",
+            "layer": "number of the layer",
+            "share": "part of the layer's tokens at that expert, 0 to 1",
+            "steps": "number of such steps in a row",
+        },
+    ),
+    "early_stopping": EventKind(
+        _RANK_0,
+        "when the run ends because its validation loss no longer improves",
+        {
+            "step": "last finished step",
+            "metric": "loss that is watched",
+            "best": "its lowest value",
+            "best_step": "step of that value",
+            "validations": "number of validations in a row without improvement",
+        },
+    ),
+    "stop_requested": EventKind(
+        f"{_LAUNCHER} and {_RANK_0}",
+        "when a signal to stop arrives; a checkpoint is saved next",
+        {"signal": "its name, such as SIGTERM"},
+    ),
+    "worker_failed": EventKind(
+        f"the worker, or {_LAUNCHER} if the worker could not",
+        "when a worker crashes, is killed or hangs",
+        {
+            "rank": "its rank",
+            "coordinates": "its coordinates on the axes of the layout, such as `pp0 dp1`",
+            "phase": "its last phase",
+            "step": "its last finished step",
+            "exception": "type of the exception, the signal, or `hang`",
+            "message": "text of the exception, or meaning of the signal",
+            "attempt": "number of restarts before it",
+        },
+        {"trace": "end of the traceback; not in an event of the launcher"},
+    ),
+    "restart": EventKind(
+        _LAUNCHER,
+        "when all workers are started again after a failure",
+        {
+            "attempt": "number of this restart",
+            "reason": "failure that led to it",
+            "pause_seconds": "seconds that the launcher waits before it",
+        },
+    ),
+    "note": EventKind(
+        f"{_LAUNCHER}, {_RANK_0} or a tracker's process",
+        "when something is worth a line and stops nothing: a tracker that failed, a profile that was written",
+        {"message": "the line"},
+    ),
+    "outcome": EventKind(
+        "the writer of outcome.json",
+        "at the end of a launch",
+        {"exit_code": "[exit code](exit-codes.md) of the launch", "reason": "how it ended, in one sentence"},
+    ),
+}
+"""Every event: a test compares each writer's fields with this table."""
 
 
 def record_event(directory: RunDirectory, event: EventName, **details: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -26,6 +27,77 @@ class ExitCode(IntEnum):
     NO_PROGRESS = 8
     PREEMPTED = 75
     INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class ExitMeaning:
+    """What an exit code means: in the failure report, and in docs/reference/exit-codes.md, which is made from it.
+
+    Attributes:
+        title: the first line of the failure report.
+        cause: what leads to it, for the reference.
+        action: the last line of the failure report: what to do next.
+    """
+
+    title: str
+    cause: str
+    action: str
+
+
+EXIT_MEANINGS: Mapping[ExitCode, ExitMeaning] = {
+    ExitCode.DONE: ExitMeaning("completed", "The command did what it was asked for.", "nothing"),
+    ExitCode.CONFIGURATION: ExitMeaning(
+        "the configuration is invalid",
+        "A command line, recipe, key or layout is invalid, a package is missing, or the run directory belongs to "
+        "another run or is in use.",
+        "change the settings named above, then launch again",
+    ),
+    ExitCode.DATA: ExitMeaning(
+        "the data cannot be used",
+        "Text, tokens or a tokenizer cannot be read, or do not fit the model.",
+        "repair the data named above, then run the same command to resume",
+    ),
+    ExitCode.CHECKPOINT: ExitMeaning(
+        "a checkpoint could not be saved or loaded, or the run directory is not writable",
+        "The disk is full, read-only or gone, or every checkpoint is damaged. The last valid checkpoint is kept.",
+        "free disk space or repair the cause named above, then run the same command to resume",
+    ),
+    ExitCode.CRASH: ExitMeaning(
+        "a worker crashed",
+        "A worker or its agent raised an exception, was killed or was lost, and all restarts "
+        "(`launcher.max_restarts`) are used.",
+        "read the log; run the same command to resume from the newest checkpoint",
+    ),
+    ExitCode.HANG: ExitMeaning(
+        "the workers hung",
+        "No rank made progress for longer than the limit of its phase, and all restarts are used. The report names the "
+        "rank that is behind.",
+        "read the log; run the same command to resume; if it was only slow, raise the limit of its phase "
+        "(launcher.start_timeout, step_timeout, hang_timeout)",
+    ),
+    ExitCode.NON_FINITE: ExitMeaning(
+        "the loss or the gradient is not finite",
+        "A loss or gradient is inf or nan, a loss is a spike, replicas of a weight differ, or the gradient was exactly "
+        "0 for `train.max_zero_grad_steps` steps in a row. Values that are not finite never change the weights.",
+        "inspect the samples named above; lower optimizer.lr or raise schedule.warmup_steps",
+    ),
+    ExitCode.NO_PROGRESS: ExitMeaning(
+        "no progress: the same failure at the same step three times",
+        "The last three failures had the same step and exception: a further restart would fail in the same way.",
+        "the failure is reproducible: read the log, repair the cause, then launch again",
+    ),
+    ExitCode.PREEMPTED: ExitMeaning(
+        "stopped by a signal; the run can be resumed",
+        "SIGTERM, or another early warning of a scheduler: a checkpoint was saved, unless a second signal followed.",
+        "run the same command to resume",
+    ),
+    ExitCode.INTERRUPTED: ExitMeaning(
+        "interrupted; the run can be resumed",
+        "Ctrl-C (SIGINT): a checkpoint was saved, unless a second one followed.",
+        "run the same command to resume",
+    ),
+}
+"""Every exit code: the failure report and the reference take their words from here."""
 
 
 @dataclass(frozen=True)

@@ -48,3 +48,16 @@ def test_what_there_is_none_of():
     result = run.invoke(app, ["explain", "parallel.hads_by_tp"])
     assert (result.exit_code, "did you mean 'parallel.heads_by_tp'?" in result.output) == (2, True)
     assert "parallel.world\n" in run.invoke(app, ["explain"]).output
+
+
+def test_exit_codes_and_events():
+    text = run.invoke(app, ["explain", "75"]).output
+    assert text.startswith("exit code 75: stopped by a signal; the run can be resumed\n")
+    assert "  next    run the same command to resume\n" in text
+    text = run.invoke(app, ["explain", "restart"]).output
+    assert text.startswith("restart: an event in events.jsonl\n\n  written by  the launcher\n")
+    assert "  pause_seconds  seconds that the launcher waits before it\n" in text
+    both = run.invoke(app, ["explain", "checkpoint"]).output  # a section and an event
+    assert "checkpoint.load_pretrained\n" in both
+    assert "checkpoint: an event" in both
+    assert run.invoke(app, ["explain", "9"]).exit_code == 2

@@ -15,6 +15,8 @@ from rule_cases import CASES, Case, findings_of
 from megalaunch.cli.reference.api import api_page
 from megalaunch.cli.reference.commands import commands_page
 from megalaunch.cli.reference.configuration import configuration_page
+from megalaunch.cli.reference.events import events_page
+from megalaunch.cli.reference.exit_codes import exit_codes_page
 from megalaunch.cli.reference.recipes import recipes_index, recipes_page
 from megalaunch.cli.reference.rules import Example, rules_page
 from megalaunch.config.errors import ConfigError
@@ -43,6 +45,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration_page,
     "docs/reference/commands.md": commands_page,
     "docs/reference/api.md": api_page,
+    "docs/reference/events.md": events_page,
+    "docs/reference/exit-codes.md": exit_codes_page,
     "docs/reference/recipes.md": recipes_page,
     "docs/reference/recipes.json": recipes_index,
 }

@@ -13,7 +13,7 @@ _HEAD = """\
 This page is generated: `scripts/reference` writes it from `megalaunch/cli/`, and a test fails when it is stale.
 
 `megalaunch COMMAND --help` (or `-h`) prints the same. `KEY=VALUE` is an [override](../configuration.md); the
-[exit codes](../run_directory.md#exit-codes) are the same for every command that trains.
+[exit codes](exit-codes.md) are the same for every command.
 """
 
 

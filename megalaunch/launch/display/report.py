@@ -9,35 +9,12 @@ from megalaunch.launch.agent import last_lines
 from megalaunch.launch.failure import Failure
 from megalaunch.launch.hang.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
-from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.outcome import EXIT_MEANINGS, ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 
 MAX_LINES = 15
 _WIDTH = 116
-
-_TITLES = {
-    ExitCode.CONFIGURATION: "the configuration is invalid",
-    ExitCode.DATA: "the data cannot be used",
-    ExitCode.CHECKPOINT: "a checkpoint could not be saved or loaded, or the run directory is not writable",
-    ExitCode.CRASH: "a worker crashed",
-    ExitCode.HANG: "the workers hung",
-    ExitCode.NON_FINITE: "the loss or the gradient is not finite",
-    ExitCode.NO_PROGRESS: "no progress: the same failure at the same step three times",
-    ExitCode.PREEMPTED: "stopped by a signal; the run can be resumed",
-    ExitCode.INTERRUPTED: "interrupted; the run can be resumed",
-}
-_NEXT = {
-    ExitCode.CONFIGURATION: "change the settings named above, then launch again",
-    ExitCode.DATA: "repair the data named above, then run the same command to resume",
-    ExitCode.CHECKPOINT: "free disk space or repair the cause named above, then run the same command to resume",
-    ExitCode.CRASH: "read the log; run the same command to resume from the newest checkpoint",
-    ExitCode.HANG: "read the log; run the same command to resume; if it was only slow, raise launcher.",
-    ExitCode.NON_FINITE: "inspect the samples named above; lower optimizer.lr or raise schedule.warmup_steps",
-    ExitCode.NO_PROGRESS: "the failure is reproducible: read the log, repair the cause, then launch again",
-    ExitCode.PREEMPTED: "run the same command to resume",
-    ExitCode.INTERRUPTED: "run the same command to resume",
-}
 
 
 def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, advice: str | None = None) -> list[str]:
@@ -65,7 +42,7 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, ad
 
 
 def _title(code: ExitCode, spec: RunSpec, end: LaunchResult) -> str:
-    title = _TITLES.get(code, "the run failed")
+    title = EXIT_MEANINGS[code].title
     if _has_zero_gradients(end):
         return "the gradient is zero: no parameter is updated"
     if code == ExitCode.NON_FINITE and "differing_ranks" in end.outcome.details:
@@ -86,7 +63,7 @@ def _has_zero_gradients(end: LaunchResult) -> bool:
 
 
 def _next_step(code: ExitCode, end: LaunchResult) -> str:
-    step, failure = _NEXT.get(code, "read the log"), end.failure
+    step, failure = EXIT_MEANINGS[code].action, end.failure
     if _has_zero_gradients(end):
         return (
             "start a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
@@ -98,9 +75,9 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
         return "inspect the samples of the step; train.bad_step_action=skip or rewind leaves them out"
     if code != ExitCode.HANG or failure is None:
         return step
-    if failure.phase in STARTING:
-        return f"{step}start_timeout"
-    return f"{step}step_timeout" if failure.phase == STEPPING else f"{step}hang_timeout"
+    limit = "start_timeout" if failure.phase in STARTING else "hang_timeout"
+    limit = "step_timeout" if failure.phase == STEPPING else limit
+    return f"read the log; run the same command to resume; if it was only slow, raise launcher.{limit}"
 
 
 def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
