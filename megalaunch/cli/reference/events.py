@@ -36,8 +36,7 @@ def events_page() -> str:
 
 def describe_event(name: str) -> str | None:
     """Return an event as text for a terminal; None if there is none of that name."""
-    kinds: dict[str, EventKind] = {**EVENTS}
-    kind = kinds.get(name)
+    kind = next((kind for known, kind in EVENTS.items() if known == name), None)
     if kind is None:
         return None
     lines = [f"{name}: an event in events.jsonl", "", f"  written by  {kind.writer}", f"  when        {kind.when}", ""]
