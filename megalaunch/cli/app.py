@@ -6,13 +6,14 @@ So `megalaunch --help` imports none of them, and a fault in one breaks no other.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import megalaunch
+from megalaunch.cli.help_pages import CommandGroup, name_values
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -31,43 +32,63 @@ class Subcommand:
     makes_files: bool = False
 
 
-COMMANDS = {
-    "train": Subcommand("train.train", "train", "Train a model, or resume a run.", True),
-    "watch": Subcommand("train.watch", "watch", "Show the display of a run launched elsewhere."),
-    "status": Subcommand("jobs.jobs", "status", "Show the job of a run: its state and its progress."),
-    "logs": Subcommand("jobs.jobs", "logs", "Print the output of a run's job, or the log of a rank."),
-    "stop": Subcommand("jobs.jobs", "stop", "Stop a run: it saves a checkpoint and ends."),
-    "list": Subcommand("jobs.jobs", "list_jobs", "List the runs that were submitted as jobs."),
-    "runs": Subcommand("runs.runs", "app", "List, compare and clean runs."),
-    "report": Subcommand("runs.report", "report", "Write an HTML page about runs."),
-    "generate": Subcommand("text.generate", "generate", "Generate text with a trained model."),
-    "evaluate": Subcommand("text.evaluate", "evaluate", "Evaluate a model: loss, perplexity, lm-eval tasks."),
-    "checkpoint": Subcommand("checkpoint.checkpoint", "app", "List, inspect and verify checkpoints."),
-    "convert": Subcommand("checkpoint.convert", "app", "Convert checkpoints: Hugging Face, Megatron-LM.", True),
-    "preprocess": Subcommand("data.preprocess", "preprocess", "Tokenize text or jsonl into .bin/.idx files.", True),
-    "data": Subcommand("data.data", "app", "Inspect, verify, merge and split token files.", True),
-    "tokenizer": Subcommand("data.tokenizer", "app", "Train or inspect a tokenizer.", True),
-    "validate-config": Subcommand(
-        "train.validate_config", "validate_config", "Check a run and report all problems at once."
-    ),
-    "explain": Subcommand("reference.explain", "explain", "Explain a rule, a config key, an exit code or an event."),
-    "plan": Subcommand("plan.plan", "plan", "Predict memory and speed; search for the best layout."),
-    "sweep": Subcommand("sweep", "sweep", "Run a sweep; invalid points are skipped.", True),
-    "recipes": Subcommand("recipes.recipes", "app", "List the recipes, show one, or compare two."),
-    "import-megatron": Subcommand(
-        "recipes.import_megatron", "import_megatron", "Convert a Megatron-LM script to a recipe."
-    ),
-    "platform": Subcommand("platform", "app", "Check the operators of a platform."),
-    "doctor": Subcommand("doctor", "doctor", "Report the devices and packages of this machine."),
+GROUPS: Mapping[str, Mapping[str, Subcommand]] = {
+    "Train": {
+        "train": Subcommand("train.train", "train", "Train a model, or resume a run.", True),
+        "sweep": Subcommand("sweep", "sweep", "Run a sweep; invalid points are skipped.", True),
+        "watch": Subcommand("train.watch", "watch", "Show the display of a run launched elsewhere."),
+        "report": Subcommand("runs.report", "report", "Write an HTML page about runs."),
+        "runs": Subcommand("runs.runs", "app", "List, compare and clean runs."),
+    },
+    "Check and plan": {
+        "validate-config": Subcommand(
+            "train.validate_config", "validate_config", "Check a run and report all problems at once."
+        ),
+        "plan": Subcommand("plan.plan", "plan", "Predict memory and speed; search for the best layout."),
+        "explain": Subcommand("reference.explain", "explain", "Explain a rule, a key, an exit code or an event."),
+        "recipes": Subcommand("recipes.recipes", "app", "List the recipes, show one, or compare two."),
+        "import-megatron": Subcommand(
+            "recipes.import_megatron", "import_megatron", "Convert a Megatron-LM script to a recipe."
+        ),
+    },
+    "Jobs": {
+        "status": Subcommand("jobs.jobs", "status", "Show the job of a run: its state and its progress."),
+        "logs": Subcommand("jobs.jobs", "logs", "Print the output of a run's job, or the log of a rank."),
+        "stop": Subcommand("jobs.jobs", "stop", "Stop a run: it saves a checkpoint and ends."),
+        "list": Subcommand("jobs.jobs", "list_jobs", "List the runs that were submitted as jobs."),
+    },
+    "Data": {
+        "preprocess": Subcommand("data.preprocess", "preprocess", "Tokenize text or jsonl into .bin/.idx files.", True),
+        "data": Subcommand("data.data", "app", "Inspect, verify, merge and split token files.", True),
+        "tokenizer": Subcommand("data.tokenizer", "app", "Train or inspect a tokenizer.", True),
+    },
+    "Models": {
+        "generate": Subcommand("text.generate", "generate", "Generate text with a trained model."),
+        "evaluate": Subcommand("text.evaluate", "evaluate", "Evaluate a model: loss, perplexity, lm-eval tasks."),
+        "checkpoint": Subcommand("checkpoint.checkpoint", "app", "List, inspect and verify checkpoints."),
+        "convert": Subcommand("checkpoint.convert", "app", "Convert checkpoints: Hugging Face, Megatron-LM.", True),
+    },
+    "Machine": {
+        "doctor": Subcommand("doctor", "doctor", "Report the devices and packages of this machine."),
+        "platform": Subcommand("platform", "app", "Check the operators of a platform."),
+    },
 }
+"""The commands under the headings of `megalaunch --help`, in its order."""
+
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(CommandGroup):
     """Lists commands from the table; imports one only to run it or to show its own help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names, in the order of the table."""
         return list(COMMANDS)
+
+    def sections(self, ctx: Any) -> Iterator[tuple[str, list[str]]]:
+        """The headings of the table, each with the names below it."""
+        for heading, commands in GROUPS.items():
+            yield heading, list(commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
         """Return a stub with the name and help of a command, for the list of commands."""
@@ -106,6 +127,7 @@ def load_command(name: str) -> Any:
         target = single
     command = typer.main.get_command(target)
     command.name = name
+    name_values(command)
     from megalaunch.cli.examples import add_examples
 
     add_examples(command, name)

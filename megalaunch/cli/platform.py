@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
     from megalaunch.engine.api import OperatorCheck
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Check a platform.",
 )  # fmt: skip

@@ -72,6 +72,20 @@ def test_a_similar_command_is_suggested(arguments, meant):
     assert (code, f"Did you mean '{meant}'?" in text) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["data", "mrge"], "Did you mean 'merge'?"),
+        (["convert", "exprot"], "Did you mean 'export'?"),
+        (["checkpoint", "verfy"], "Did you mean 'verify'?"),
+        (["generate", "runs/x", "--max-tokens", "5"], "--max-new-tokens"),
+    ],
+)
+def test_a_similar_subcommand_or_option_is_suggested(arguments, meant):
+    code, text = invoke(*arguments)
+    assert (code, meant in text) == (2, True)
+
+
 def test_an_unknown_command_is_told_how_to_list_commands():
     assert "'megalaunch --help' lists the commands" in invoke("qqqq")[1]
 

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalaunch.cli.help_pages import CommandGroup
+
 if TYPE_CHECKING:
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.schema import RunSpec
 
 app = typer.Typer(
+    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -11,11 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
+from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
 app = typer.Typer(
+    cls=CommandGroup,
+    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from megalaunch.cli.data.cache import cache
+from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.output.progress import percent_progress
 from megalaunch.cli.usage_errors import ParametersCommand
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megalaunch.data.tokenizer.tokenizer import Tokenizer
 
 app = typer.Typer(
+    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

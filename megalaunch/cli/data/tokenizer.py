@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.usage_errors import ParametersCommand
 
 app = typer.Typer(
+    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalaunch.cli.help_pages import CommandGroup
+
 if TYPE_CHECKING:
     from megalaunch.schema import RunSpec
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="List the recipes, show one, or compare two.",
 )  # fmt: skip

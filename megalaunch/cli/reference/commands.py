@@ -46,6 +46,8 @@ def _row(parameter: Any) -> str | None:
         metavar = parameter.metavar or parameter.name.upper()
         return f"| `{metavar.replace('|', ' or ')}` | {'required' if parameter.required else ''} | {meaning} |"
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    if not parameter.is_flag:
+        names += f" `{parameter.metavar.replace('|', ' or ')}`"
     return f"| {names} | {_default(parameter)} | {meaning} |"
 
 

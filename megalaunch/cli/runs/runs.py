@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalaunch.cli.help_pages import CommandGroup
+
 if TYPE_CHECKING:
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.catalog.clean import RunCleaning
     from megalaunch.schema import RunSpec
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="List, compare and clean the runs of a folder.",
 )  # fmt: skip
