@@ -48,6 +48,8 @@ CHANGEABLE = (
     "train.max_bad_steps",
     "train.iterations_to_skip",
     "train.check_weight_hash_across_dp_replicas_interval",
+    "train.straggler_interval",
+    "train.straggler_threshold",
     "train.expert_collapse_share",
     "train.expert_collapse_steps",
     "train.sample_prompt",

@@ -25,6 +25,7 @@ EventName = Literal[
     "skipped_step",
     "bad_step",
     "expert_collapse",
+    "straggler",
     "early_stopping",
     "stop_requested",
     "worker_failed",
@@ -170,6 +171,17 @@ EVENTS: Mapping[EventName, EventKind] = {
             "layer": "number of the layer",
             "share": "part of the layer's tokens at that expert, 0 to 1",
             "steps": "number of such steps in a row",
+        },
+    ),
+    "straggler": EventKind(
+        _RANK_0,
+        "when a rank is slow in three checks in a row (`train.straggler_interval`), once for each cause",
+        {
+            "step": "step of the third check",
+            "cause": "`compute`: its device is slow; `data`: it waits for tokens",
+            "ranks": "the slow ranks",
+            "places": "where they are: up to eight ranks with their hosts, or hosts",
+            "speed": "of the slowest: the median of all ranks is 1",
         },
     ),
     "early_stopping": EventKind(

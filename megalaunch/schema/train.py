@@ -63,6 +63,15 @@ class TrainSpec:
         "steps",
         minimum=0,
     )
+    straggler_interval: int | None = setting(
+        None,
+        "Steps between checks of all ranks for slow ones; null: 100 on accelerators, none on CPUs; 0: never.",
+        "steps",
+        minimum=0,
+    )
+    straggler_threshold: float = setting(
+        0.75, "Speed, over the median of all ranks, below which a rank is slow.", minimum=0, maximum=1
+    )
     expert_collapse_share: float = setting(
         0.75,
         "Warn when one expert of a layer gets more than this share of the tokens for expert_collapse_steps; 1: never.",

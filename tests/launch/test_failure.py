@@ -181,6 +181,19 @@ def test_a_collapsed_load_shows_in_the_display():
     )
 
 
+def test_slow_ranks_show_in_the_display():
+    event = {"event": "straggler", "step": 300, "cause": "compute", "ranks": [1], "places": ["rank 1 (dp1) on n1"]}
+    assert event_message({**event, "speed": 0.333}) == (
+        "warning: rank 1 (dp1) on n1 computes at 33% of the usual speed: look at clock, temperature and other "
+        "processes there (3 checks in a row up to step 300)"
+    )
+    both = {"speed": 0.6, "cause": "data", "ranks": [1, 2], "places": ["all 2 ranks on n1"]}
+    assert event_message({**event, **both}) == (
+        "warning: all 2 ranks on n1 wait for tokens and train 60% of the time: look at the disk or mount of the data "
+        "(3 checks in a row up to step 300)"
+    )
+
+
 def test_zero_gradients_show_in_the_display():
     event = {"event": "zero_gradient", "step": 2, "limit": 10}
     said = "warning: the gradient norm of step 2 is exactly 0: no parameter is updated"

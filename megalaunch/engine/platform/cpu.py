@@ -16,6 +16,7 @@ class CpuPlatform(Platform):
     profiler_activity = None
     has_streams = False
     pins_host_memory = False
+    probe_size = 256
 
     def unusable(self) -> str | None:
         """Return None: there is always a CPU."""

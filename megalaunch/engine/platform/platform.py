@@ -26,6 +26,7 @@ class Platform:
         has_streams: Whether the device has memory of its own, and runs kernels and copies asynchronously.
         pins_host_memory: Whether copies from and to pinned host memory are asynchronous.
         binds_process_group: Whether the process group is created with its device, so that it connects at once.
+        probe_size: Rows and columns of the matrices by whose product the speed of a device is compared with others.
         in_device_module: Functions that `torch.accelerator` has, and that fail or mean something else on this device:
             the device's module answers.
     """
@@ -34,6 +35,7 @@ class Platform:
     has_streams: ClassVar[bool] = True
     pins_host_memory: ClassVar[bool] = True
     binds_process_group: ClassVar[bool] = False
+    probe_size: ClassVar[int] = 2048
     in_device_module: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, facts: PlatformFacts) -> None:

@@ -43,6 +43,7 @@ from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
+from megalaunch.engine.train.stragglers import StragglerDetector
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.engine.train.validator import TaskEvaluator, Validator
 from megalaunch.engine.train.weight_hashes import WeightHashes
@@ -129,6 +130,7 @@ class Trainer:
         self._history = LossHistory(state.spec.train)
         self._left_out = LeftOutBatches(state.spec.train, directory)
         self._expert_collapse = ExpertCollapseGuard(state.spec, state.model.config.expert_layers)
+        self._stragglers = StragglerDetector(state.spec, state.mesh)
         self._profiler = StepProfiler(state.spec.logging, directory, state.mesh.rank, state.mesh.device)
         self._weight_hashes = WeightHashes(state.spec, state.mesh, state.model, state.optimizer)
         self._stop_signal: signal.Signals | None = None  # the same on all ranks
@@ -313,6 +315,7 @@ class Trainer:
             self._record.event("skipped_step", step=number, loss_scale=result.loss_scale, grad_norm=norm)
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
+        self._stragglers.update(number, batch.data_time, self._record)
         self._write_profile(number)
 
     def _leave_out(self, number: int, step: TrainStep) -> None:

@@ -41,6 +41,8 @@ def event_message(event: Record) -> str | None:
             return _bad_step(event)
         case "expert_collapse":
             return _collapsed(event)
+        case "straggler":
+            return _slow_ranks(event)
         case "early_stopping":
             return _stopped_early(event)
         case "stop_requested":
@@ -78,6 +80,18 @@ def _collapsed(event: Record) -> str:
         f"in a row up to step {event.get('step')}: balance the load (model.moe.balance_loss_coeff, "
         "model.moe.balance_bias)"
     )
+
+
+def _slow_ranks(event: Record) -> str:
+    speed, places, ranks = event.get("speed"), event.get("places"), event.get("ranks")
+    shown = "; ".join(map(str, places)) if isinstance(places, list) else "a rank"
+    part = f"{speed:.0%}" if isinstance(speed, (int, float)) else "less"
+    several = "" if isinstance(ranks, list) and len(ranks) > 1 else "s"
+    if event.get("cause") == "data":
+        what = f"wait{several} for tokens and train{several} {part} of the time: look at the disk or mount of the data"
+    else:
+        what = f"compute{several} at {part} of the usual speed: look at clock, temperature and other processes there"
+    return f"warning: {shown} {what} (3 checks in a row up to step {event.get('step')})"
 
 
 def _stopped_early(event: Record) -> str:

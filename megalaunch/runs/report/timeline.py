@@ -20,6 +20,7 @@ _MARKS = {
     "skipped_step": "warning",
     "zero_gradient": "warning",
     "expert_collapse": "warning",
+    "straggler": "warning",
     "checkpoint_refused": "warning",
 }
 

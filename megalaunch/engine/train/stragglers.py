@@ -1,0 +1,137 @@
+"""Find stragglers: ranks whose device computes slower than those of the others, or that wait for their tokens.
+
+Step times do not tell who is slow, as every rank waits in collectives for the slowest. So each rank times the same
+matmuls at the same step, without a collective, and says how long it waited for data. Megatron-LM's counterpart is
+`log_straggler`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.platform.registry import platform_of
+from megalaunch.engine.precision.policy import compute_dtype
+from megalaunch.engine.train.rank_sync import all_gather_objects
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.schema import RunSpec
+
+Cause = Literal["compute", "data"]
+
+_CHECKS = 3  # in a row, so that one busy moment of a machine is no straggler
+_DEFAULT_INTERVAL = 100
+_ROUNDS = 3
+_PROBE_SECONDS = 2e-3  # of one round
+_SHOWN = 8
+
+
+def time_matmuls(device: torch.device, dtype: torch.dtype, products: int) -> float:
+    """Return the seconds of equal matmuls on this device: the best of three rounds, after one to warm up."""
+    platform = platform_of(device)
+    size = platform.probe_size
+    values = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
+    out = torch.empty_like(values)
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        platform.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(products):
+            torch.mm(values, values, out=out)
+        platform.synchronize(device)
+        rounds.append(time.perf_counter() - started)
+    return min(rounds[1:])
+
+
+def find_slow_ranks(seconds: Sequence[float], waited: Sequence[float], threshold: float) -> Mapping[Cause, list[int]]:
+    """Return the ranks whose speed is below `threshold` of the usual one, by cause.
+
+    Args:
+        seconds: of the probe on each rank; its speed is the median over its own.
+        waited: share of the time that each rank waited for data; its speed is 1 minus what it waits beyond the median.
+        threshold: `train.straggler_threshold`.
+    """
+    usual, usually_waited = median(seconds), median(waited)
+    return {
+        "compute": [rank for rank, mine in enumerate(seconds) if usual < threshold * mine],
+        "data": [rank for rank, mine in enumerate(waited) if 1 - (mine - usually_waited) < threshold],
+    }
+
+
+class StragglerDetector:
+    """Check of all ranks every `train.straggler_interval` steps. Logs an event when a rank is slow in three in a row.
+
+    The event is repeated for a rank only after a check in which it was not slow. `update` is collective.
+    """
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        interval = spec.train.straggler_interval
+        if interval is None:
+            interval = _DEFAULT_INTERVAL if platform_of(mesh.device).has_streams else 0
+        self._interval = interval if mesh.topology.world > 1 else 0
+        self._threshold, self._mesh = spec.train.straggler_threshold, mesh
+        self._dtype, self._products = compute_dtype(spec.precision), 0
+        self._slow: Counter[tuple[Cause, int]] = Counter()  # checks in a row
+        self._waited, self._since = 0.0, time.perf_counter()
+
+    def update(self, step: int, waited: float, record: RunLogger) -> None:
+        """Count one step, and check all ranks if it is due.
+
+        Args:
+            step: Number of the step that has ended.
+            waited: Seconds of it in which this rank waited for data.
+            record: Gets the event `straggler`, one for each cause.
+        """
+        self._waited += waited
+        if not self._interval or step % self._interval:
+            return
+        elapsed = time.perf_counter() - self._since
+        seconds, shares = self._gather(self._time_probe(), self._waited / elapsed)
+        for cause, ranks in find_slow_ranks(seconds, shares, self._threshold).items():
+            self._count(cause, ranks)
+            named = [rank for rank in ranks if self._slow[cause, rank] == _CHECKS]
+            if named:
+                speed = (
+                    median(seconds) / max(seconds[rank] for rank in named)
+                    if cause == "compute"
+                    else 1 - max(shares[rank] for rank in named)
+                )
+                places = self._places(named)
+                record.event("straggler", step=step, cause=cause, ranks=named, places=places, speed=round(speed, 3))
+        self._waited, self._since = 0.0, time.perf_counter()
+
+    def _time_probe(self) -> float:
+        """Time as many matmuls as take 2 ms on most ranks: the same number on all of them."""
+        device, dtype = self._mesh.device, self._dtype
+        if self._products == 0:
+            (each,) = self._gather(time_matmuls(device, dtype, products=1))
+            self._products = max(1, round(_PROBE_SECONDS / median(each)))
+        return time_matmuls(device, dtype, self._products)
+
+    def _gather(self, *mine: float) -> list[list[float]]:
+        """Return each number of all ranks, in rank order."""
+        world, device = self._mesh.topology.world, self._mesh.device
+        gathered = torch.empty(world * len(mine), dtype=torch.float32, device=device)
+        dist.all_gather_into_tensor(gathered, torch.tensor(mine, dtype=torch.float32, device=device))
+        return gathered.view(world, len(mine)).T.tolist()
+
+    def _count(self, cause: Cause, ranks: Sequence[int]) -> None:
+        for rank in range(self._mesh.topology.world):
+            self._slow[cause, rank] = self._slow[cause, rank] + 1 if rank in ranks else 0
+
+    def _places(self, ranks: Sequence[int]) -> list[str]:
+        """Return where these ranks are, a host whose ranks are all among them as one place. Collective."""
+        hosts = [str(host) for host in all_gather_objects(socket.gethostname())]
+        on_host, slow = Counter(hosts), Counter(hosts[rank] for rank in ranks)
+        whole = [host for host in slow if 1 < slow[host] == on_host[host]]
+        places = [f"all {on_host[host]} ranks on {host}" for host in whole]
+        coordinates = self._mesh.topology.coordinates
+        places += [f"rank {rank} ({coordinates(rank)}) on {hosts[rank]}" for rank in ranks if hosts[rank] not in whole]
+        return places[:_SHOWN]
