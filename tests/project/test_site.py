@@ -1,8 +1,9 @@
-"""The documentation site: its navigation lists every page, and its tables name keys and messages that exist."""
+"""The documentation site: it builds without a warning, lists every page, and names keys and messages that exist."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 from paths import ROOT
@@ -38,4 +39,13 @@ def test_a_message_of_troubleshooting_is_printed_by_the_code(message):
 
 def test_there_are_guides_and_messages():
     assert len(GUIDES) == 6
-    assert len(TROUBLES) >= 12
+    assert len(TROUBLES) >= 15
+
+
+@pytest.mark.slow  # its tools are installed first, with pip
+def test_the_site_is_built_without_a_warning():
+    """A lost link, a lost anchor or a page outside the navigation is an error of scripts/docs."""
+    done = subprocess.run([ROOT / "scripts/docs"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stdout.lower()
+    assert (ROOT / "build/site/docs/faq.html").is_file()
