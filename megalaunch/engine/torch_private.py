@@ -1,9 +1,9 @@
 """The private names of torch that the engine needs, each with its purpose and with what fails without it.
 
-Other files use no private names; the architecture test refuses them. Two files are excepted: the classes of
-parallel/pipeline_schedule.py override private methods of torch's pipelines, and hang_diagnostics.py must not import
-torch. All names exist in torch 2.13, the version of constraints.txt. Unless a comment says otherwise, a torch without
-a name raises an AttributeError or ImportError at its first use.
+Other files use no private names; the architecture test refuses them. Three files are excepted: the classes of
+parallel/pipeline_schedule.py and pipeline_stage.py override private methods of torch's pipelines, and
+hang_diagnostics.py must not import torch. All names exist in torch 2.13, the version of constraints.txt, and in 2.11
+where no comment says otherwise. A torch without a name raises an AttributeError or ImportError at its first use.
 
 Modules that take long to import are imported by the functions that need them: generation needs none of them.
 """
@@ -11,6 +11,8 @@ Modules that take long to import are imported by the functions that need them: g
 from __future__ import annotations
 
 import datetime
+import inspect
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,9 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor import Shard
@@ -100,6 +105,15 @@ def fsdp_placement(mesh: DeviceMesh) -> Callable[[Shard], Any]:
     return lambda placement: ShardPlacementResult(placement, info)
 
 
+def _fsdp_param_groups(unit: FSDPModule) -> Sequence[Any]:
+    """Return the parameter groups of an FSDP unit, one a mesh; torch 2.11 has at most one, by another name."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def set_fsdp_reduction(
     unit: FSDPModule, dtype: torch.dtype, make_reduce_scatter: Callable[[int], Any] | None = None
 ) -> None:
@@ -113,7 +127,7 @@ def set_fsdp_reduction(
         dtype: Dtype of the reduction. A mesh of one rank reduces nothing, and keeps the policy's.
         make_reduce_scatter: Returns the reduce-scatter for a mesh of so many ranks; None: FSDP2's own.
     """
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in _fsdp_param_groups(unit):
         ranks = group.mesh_info.mesh.size()
         if make_reduce_scatter is not None:
             group._reduce_scatter_comm = make_reduce_scatter(ranks)
@@ -144,14 +158,14 @@ def run_fsdp_post_backward(model: FSDPModule) -> None:
 
 def widen_fsdp_partial_sum(unit: FSDPModule) -> None:
     """HSDP: cast a reduce-scattered gradient that waits for its all-reduce to the parameters' dtype."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in _fsdp_param_groups(unit):
         if group._partial_reduce_output is not None:
             group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
 
 
 def fsdp_unsharded_grads(unit: FSDPModule) -> Iterator[Tensor | None]:
     """Yield the unsharded gradients of an FSDP unit, accumulated over microbatches and not yet reduced."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in _fsdp_param_groups(unit):
         parameters: Sequence[FSDPParam] = group.fsdp_params
         for parameter in parameters:
             yield parameter.unsharded_accumulated_grad
@@ -163,7 +177,7 @@ def set_default_reduce_scatter(unit: FSDPModule) -> None:
     """Give an FSDP unit FSDP2's own reduce-scatter again."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in _fsdp_param_groups(unit):
         group._reduce_scatter_comm = DefaultReduceScatter()
 
 
@@ -191,6 +205,27 @@ def with_local_shard(like: Tensor, shard: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return shard
     return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def make_elastic_agent(
+    worker: WorkerSpec, logs: LogsSpecs, shutdown_timeout: int, **settings: Any
+) -> LocalElasticAgent:
+    """Return torch's elastic agent, which kills workers that have not ended in so many seconds after a signal.
+
+    The agent of torch 2.11 has no setting for the time: it always waits 30 seconds.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
+        return LocalElasticAgent(worker, logs, shutdown_timeout=shutdown_timeout, **settings)
+
+    class Agent(LocalElasticAgent):
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *ignored: Any) -> None:
+            if self._pcontext:
+                self._pcontext.close(death_sig, shutdown_timeout)
+            super()._shutdown(death_sig)  # ends the rest; the workers have ended
+
+    return Agent(worker, logs, **settings)
 
 
 def init_fake_process_group(rank: int, world_size: int) -> None:

@@ -95,6 +95,7 @@ ARROWS = {
 TORCH_PRIVATE = (
     "megalaunch/engine/torch_private.py",
     "megalaunch/engine/parallel/pipeline_schedule.py",
+    "megalaunch/engine/parallel/pipeline_stage.py",
     "megalaunch/engine/hang_diagnostics.py",
     "megalaunch/kernels/flash_attention.py",
     "kernels/flash_attention.py",

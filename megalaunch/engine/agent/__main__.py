@@ -27,6 +27,7 @@ from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.member import Endpoint, NodeLost, RendezvousProblem, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
+from megalaunch.engine.torch_private import make_elastic_agent
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import Outcome, read_outcome, write_outcome
@@ -97,12 +98,12 @@ class _NodeAgent:
             rdzv_handler=rendezvous,
             max_restarts=self._spec.launcher.max_restarts if restarts is None else restarts,
         )
-        self._agent = LocalElasticAgent(
+        self._agent = make_elastic_agent(
             worker,
             DefaultLogsSpecs(),
+            max(1, int(self._spec.launcher.stop_grace_period)),
             start_method="fork" if self._node.fork else "spawn",  # of a function; a command is neither
             exit_barrier_timeout=EXIT_SECONDS,
-            shutdown_timeout=max(1, int(self._spec.launcher.stop_grace_period)),
         )
         try:
             result = self._agent.run()

@@ -19,12 +19,8 @@ from torch import Tensor
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel.pipeline_schedule import (
-    STAGE,
-    PipelineSchedule,
-    StageActivations,
-    make_schedule,
-)
+from megalaunch.engine.parallel.pipeline_schedule import PipelineSchedule, make_schedule
+from megalaunch.engine.parallel.pipeline_stage import STAGE, StageActivations
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.plan.stages import Stage
 from megalaunch.schema.parallel import ParallelSpec

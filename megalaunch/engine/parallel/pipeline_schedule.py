@@ -1,4 +1,4 @@
-"""Pipeline stages and pipeline schedules: those of torch, with the changes that this engine needs.
+"""Pipeline schedules: those of torch, with the changes that this engine needs.
 
 The classes override private methods of `torch.distributed.pipelining`, which has no public hooks for them.
 """
@@ -6,13 +6,9 @@ The classes override private methods of `torch.distributed.pipelining`, which ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -22,17 +18,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _Action,
     _get_1f1b_rank_ops,
 )
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from megalaunch.engine.model.moe.load import forget_load
-from megalaunch.engine.parallel.step_observer import NO_OBSERVER, Phase, StepObserver
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.schema.parallel import Schedule
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -139,144 +133,3 @@ class GroupedInterleaved1F1B(ScheduleInterleaved1F1B):
     def _sizes(self) -> list[int]:
         full, rest = divmod(self._n_microbatches, self._group)
         return [self._group] * full + ([rest] if rest else [])
-
-
-@dataclass(frozen=True)
-class StageActivations:
-    """Shape [B, s, H] and dtype of the activations that a stage sends to the next one."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class ObservedStage(PipelineStage):
-    """Pipeline stage that reports its phases, and need not ask its neighbours for the shape of activations.
-
-    Args:
-        part: The stage's part of the decoder.
-        number: Number of the stage.
-        stages: Number of stages of the pipeline.
-        device: Device of the stage.
-        group: Process group of the pp axis.
-        observer: Gets the phases of backward passes, sends and receives.
-        activations: What each stage sends to the next one; None: ask the neighbours in the first step. A simulated
-            rank has no neighbours to ask.
-    """
-
-    def __init__(
-        self,
-        part: nn.Module,
-        number: int,
-        stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        observer: StepObserver = NO_OBSERVER,
-        activations: Sequence[StageActivations] | None = None,
-    ) -> None:
-        super().__init__(part, number, stages, device, group=group)
-        self._observer, self._activations = observer, activations
-
-    def _recv_meta(self, src_stage: int) -> Any:
-        if self._activations is None:
-            return super()._recv_meta(src_stage)
-        sent, forward = self._activations[min(src_stage, self.stage_index)], src_stage < self.stage_index
-        shape = torch.Size(sent.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        meta = _TensorMeta(shape=shape, stride=stride, dtype=sent.dtype, requires_grad=forward)
-        return _StageForwardMeta((meta,)) if forward else _StageBackwardMeta((meta,))
-
-    def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        if self._activations is None:
-            super()._send_meta(meta, dst_stage)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives of activations."""
-        return self._tagged(super().get_fwd_recv_ops(fwd_chunk_id), "forward")
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of activations."""
-        return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), "forward")
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives of gradients."""
-        return self._tagged(super().get_bwd_recv_ops(bwd_chunk_id), "backward")
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of gradients."""
-        return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), "backward")
-
-    def _tagged(self, operations: list[dist.P2POp], phase: Phase) -> list[dist.P2POp]:
-        self._observer.tag_p2p(operations, phase)
-        return operations
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """Run torch's backward, then detach the loss in place.
-
-        The schedule holds all losses: undetached, each would hold its graph and with it the input of the stage.
-        """
-        with self._observer.phase_scope("backward"):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if loss is not None and full_backward:
-            loss.detach_()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run torch's backward for the gradients of weights, the second half of a zero-bubble schedule's backward."""
-        with self._observer.phase_scope("backward"):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce the stage's gradients over data-parallel ranks, after its last backward pass."""
-        with self._observer.phase_scope("backward"):
-            super().perform_reduce_grad(grad_scale_factor)
-
-
-class LazyRecvStage(ObservedStage):
-    """Pipeline stage with lazily allocated receive buffers of activations and gradients.
-
-    Before 2.15 torch's `PipelineStage` allocates buffers for all microbatches at once and holds them: with 200
-    microbatches they take more memory than everything else. Here a buffer is allocated when its recv is posted, and the
-    stage drops its reference when the received tensor is read.
-    """
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(1, has_backward)
-        self._for_each_microbatch(self.args_recv_info, num_microbatches)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)
-        self.chunks = num_microbatches
-        self._for_each_microbatch(self.grad_recv_info, num_microbatches)
-
-    def _for_each_microbatch(self, infos: dict[int, tuple[Any, ...]], number: int) -> None:
-        _free_buffers(infos[0])
-        for microbatch in range(1, number):
-            infos[microbatch] = tuple(copy(info) for info in infos[0])
-
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[Any]:
-        for info in recv_infos:
-            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
-                meta = info.tensor_meta
-                info.buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        _free_buffers(self.args_recv_info[fwd_chunk_id])
-        return found
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
-        _free_buffers(self.grad_recv_info[bwd_chunk_id])
-        return found
-
-
-def _free_buffers(infos: tuple[Any, ...]) -> None:
-    for info in infos:
-        info.buffer = None
-
-
-# torch 2.15 allocates receive buffers when a recv is posted, and hands them to the stage that reads them.
-STAGE = ObservedStage if hasattr(_RecvInfo, "allocate_buffer") else LazyRecvStage
-"""The class of this engine's pipeline stages with the installed torch."""

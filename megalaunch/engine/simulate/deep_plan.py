@@ -14,8 +14,6 @@ from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.activation_offload import offload_tensor
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
-from megalaunch.engine.parallel.pipeline_schedule import StageActivations
-from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
 from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh
 from megalaunch.engine.simulate.gpu_ops import (
@@ -38,10 +36,10 @@ from megalaunch.engine.simulate.step import (
 )
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
+from megalaunch.engine.train.forward_backward import stage_activations
 from megalaunch.kernels.forms import use_kernel_forms
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
-from megalaunch.plan.stages import build_stages
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
@@ -125,7 +123,7 @@ def _steps(
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)
-    activations = _stage_outputs(spec, mesh.topology)
+    activations = stage_activations(spec, mesh.topology)
 
     def run(microbatches: int) -> _StepResult:
         step = make_observed_step(spec, mesh, model, optimizer, phases, activations)
@@ -176,13 +174,3 @@ def _local_numel(parameter: Tensor) -> int:
 def _local_vocab(spec: RunSpec, mesh: Mesh) -> int:
     """Return the size of this rank's vocabulary shard, padding included."""
     return vocabulary_rows(spec.model.vocab_size or 0, mesh.tp.size) // mesh.tp.size
-
-
-def _stage_outputs(spec: RunSpec, topology: Topology) -> list[StageActivations]:
-    """Return the activations that each pipeline stage sends to the next one, [B, s, H]; with MTP depths more rows."""
-    parts = topology.cp * (topology.tp if spec.parallel.sequence_parallel else 1)
-    length, dtype = spec.batch.sequence_length // parts, residual_dtype(spec.precision)
-    return [
-        StageActivations((topology.micro_batch_size * (1 + len(stage.mtp)), length, spec.model.hidden_size), dtype)
-        for stage in build_stages(spec)
-    ]

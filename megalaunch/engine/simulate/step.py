@@ -11,7 +11,7 @@ from megalaunch.data.samples.sample import EodPolicy, Sample
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
-from megalaunch.engine.parallel.pipeline_schedule import StageActivations
+from megalaunch.engine.parallel.pipeline_stage import StageActivations
 from megalaunch.engine.parallel.step_observer import StepObserver
 from megalaunch.engine.train.dataloader import StepBatch, collate, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward

@@ -36,13 +36,14 @@ from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.parallel.fsdp import reduce_grads_if_due, reshard, set_grad_sync
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
 from megalaunch.engine.parallel.pipeline_parallel import Pipeline
-from megalaunch.engine.parallel.pipeline_schedule import StageActivations
+from megalaunch.engine.parallel.pipeline_stage import INFERS_ACTIVATIONS, StageActivations
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.engine.train.multi_token import TrainingLoss
 from megalaunch.plan.stages import build_stages
+from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.parallel import ParallelSpec
 
@@ -90,16 +91,28 @@ def make_forward_backward(
         mesh: The device mesh.
         model: The parallelized model.
         observer: Gets the phases of a pipeline's steps.
-        activations: What each pipeline stage sends to the next one; None: inferred in the first step.
+        activations: What each pipeline stage sends to the next one; None: inferred in the first step, where torch can.
     """
     loss = TrainingLoss(LinearCrossEntropy(model.parts[-1], spec.train.loss_chunks), spec.model.mtp.loss_coeff)
     if mesh.pp.size == 1:
         (decoder,) = model.parts
         return SingleStage(decoder, spec.parallel, loss, spec.train.seed)
+    if activations is None and not INFERS_ACTIVATIONS:
+        activations = stage_activations(spec, mesh.topology)
     pipeline = Pipeline(model, mesh, build_stages(spec), spec.parallel, loss, observer, activations)
     return PipelineForwardBackward(
         pipeline, make_pipeline_forward(spec, mesh, model), model, mesh, loss, spec.train.seed
     )
+
+
+def stage_activations(spec: RunSpec, topology: Topology) -> list[StageActivations]:
+    """Return the activations that each pipeline stage sends to the next one, [B, s, H]; with MTP depths more rows."""
+    parts = topology.cp * (topology.tp if spec.parallel.sequence_parallel else 1)
+    length, dtype = spec.batch.sequence_length // parts, residual_dtype(spec.precision)
+    return [
+        StageActivations((topology.micro_batch_size * (1 + len(stage.mtp)), length, spec.model.hidden_size), dtype)
+        for stage in build_stages(spec)
+    ]
 
 
 def make_pipeline_forward(spec: RunSpec, mesh: Mesh, model: ModelParts) -> PipelineForward:
