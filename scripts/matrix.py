@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/matrix"
 NEWEST = "newest"
-PAIRS = ("3.11:2.13", "3.12:2.13", f"3.13:{NEWEST}")
+PAIRS = ("3.11:2.11", "3.12:2.13", f"3.13:{NEWEST}")
 """Python and torch: the oldest of both, the Python between, the newest of both."""
 PARITY = (
     "tests/engine/parallel/test_tensor_parallel.py",

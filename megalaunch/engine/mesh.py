@@ -158,7 +158,7 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
 
 def _init_expert_meshes(topology: Topology, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Create the meshes of routed experts and of their token exchange; None: that of the dense layers serves."""
-    if not topology.has_experts or topology.tp == topology.ep == topology.etp == 1:
+    if not topology.has_expert_mesh:
         return None, None
     experts = _init_mesh(device, topology.expert_sharding_grid)
     if topology.ep * topology.etp == 1:

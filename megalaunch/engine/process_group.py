@@ -16,8 +16,9 @@ from megalaunch.engine.platform.registry import get_platform, platform_of
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 from megalaunch.engine.run_end import RankError
 from megalaunch.kernels.overridable import load_overrides
+from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
-from megalaunch.platform.packages import DEEP_EP
+from megalaunch.platform.packages import DEEP_EP, lacks_expert_mesh
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
@@ -39,7 +40,9 @@ def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
 
 
 def _missing_library(spec: RunSpec) -> RankError | None:
-    """Return an error if the spec asks for DeepEP and this machine lacks it: the launcher looks only at its own."""
+    """Return an error if the spec asks for what this machine's packages lack: the launcher looks only at its own."""
+    if (reason := lacks_expert_mesh()) is not None and Topology.from_spec(spec).has_expert_mesh:
+        return RankError(ExitCode.CONFIGURATION, f"{socket.gethostname()}: {reason}")
     if spec.parallel.moe_token_dispatcher_type != "flex" or importlib.util.find_spec(DEEP_EP.name) is not None:
         return None
     return RankError(

@@ -95,7 +95,10 @@ def _backends(group: ProcessGroup) -> list[Any]:
 
 
 def fsdp_placement(mesh: DeviceMesh) -> Callable[[Shard], Any]:
-    """Return what makes results of `shard_placement_fn`: FSDP shards a parameter on this mesh, not on the unit's."""
+    """Return what makes results of `shard_placement_fn`: FSDP shards a parameter on this mesh, not on the unit's.
+
+    torch 2.11 has no ShardPlacementResult; runs that need it have been refused before (`platform.packages`).
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     if mesh.ndim == 1:

@@ -152,6 +152,11 @@ class Topology:
         )
 
     @property
+    def has_expert_mesh(self) -> bool:
+        """Whether routed experts are sharded over other ranks than dense layers."""
+        return self.has_experts and not self.tp == self.ep == self.etp == 1
+
+    @property
     def world(self) -> int:
         """The number of ranks."""
         return self.dp * self.pp * self.cp * self.tp

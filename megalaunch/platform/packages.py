@@ -118,6 +118,21 @@ def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageStat
     return states
 
 
+EXPERT_MESH_TORCH = "2.12"
+"""The first torch whose FSDP2 can shard the experts of a layer over other ranks than its other parameters."""
+
+
+def lacks_expert_mesh() -> str | None:
+    """Return what is missing for experts over tp, ep or etp ranks if the installed torch is too old for them."""
+    version = installed_version("torch")
+    if version is None or _numbers(version) >= _numbers(EXPERT_MESH_TORCH):
+        return None
+    return (
+        f"experts with tp, ep or etp need torch {EXPERT_MESH_TORCH} or newer, found {version}: "
+        "its FSDP2 shards all parameters of a layer over the same ranks"
+    )
+
+
 def installed_version(name: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:

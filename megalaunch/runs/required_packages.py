@@ -24,8 +24,9 @@ def require_training_packages() -> None:
 
 
 def require_optional_packages(spec: RunSpec) -> None:
-    """End the command if this machine lacks an optional package that the spec asks for."""
-    from megalaunch.platform.packages import DEEP_EP
+    """End the command if this machine lacks a package, or a version of torch, that the resolved spec asks for."""
+    from megalaunch.plan.topology import Topology
+    from megalaunch.platform.packages import DEEP_EP, EXPERT_MESH_TORCH, lacks_expert_mesh
 
     missing = [name for name in spec.logging.trackers if importlib.util.find_spec(name) is None]
     if missing:
@@ -37,6 +38,8 @@ def require_optional_packages(spec: RunSpec) -> None:
 
     if spec.train.eval_tasks.names and importlib.util.find_spec("lm_eval") is None:
         fail("train.eval_tasks needs lm-eval, which is not installed.\nfix:  pip install 'megalaunch[lm-eval]'")
+    if (reason := lacks_expert_mesh()) is not None and Topology.from_spec(spec).has_expert_mesh:
+        fail(f"{reason}.\nfix:  pip install 'torch>={EXPERT_MESH_TORCH}'")
     flex = spec.parallel.moe_token_dispatcher_type == "flex"
     if flex and importlib.util.find_spec(DEEP_EP.name) is None:
         fail(

@@ -12,11 +12,13 @@ import time
 import pytest
 import typer
 from launching import events_of, steps_of
-from made_specs import composed
+from made_specs import composed, resolved
 from training import tiny_overrides, train_tiny
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.engine.api import deep_plan
+from megalaunch.engine.process_group import local_device
 from megalaunch.launch.directory import lock_run
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -55,6 +57,25 @@ def test_without_deep_ep_it_says_how_to_install_it(capsys):
     assert "moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed" in said
     assert "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP" in said
     assert "parallel.moe_token_dispatcher_type=alltoall" in said
+
+
+def test_experts_over_ranks_need_a_torch_that_can_shard_them(capsys, monkeypatch):
+    spec, _ = resolved("recipe=mixtral_tiny", "data.corpus=x", "parallel.ep=2", "cluster.devices_per_node=2")
+    alone = with_values(spec, {"parallel.ep": 1})
+    require_optional_packages(spec)
+    monkeypatch.setattr("megalaunch.platform.packages.installed_version", lambda name: "2.11.0+cu130")
+    require_optional_packages(alone)
+    with pytest.raises(typer.Exit) as refused:
+        require_optional_packages(spec)
+    assert refused.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert "experts with tp, ep or etp need torch 2.12 or newer, found 2.11.0+cu130" in said
+    assert "pip install 'torch>=2.12'" in said
+    _, problem = local_device(spec)
+    assert problem is not None
+    assert "need torch 2.12 or newer" in problem.reason
+    with pytest.raises(ValueError, match=r"need torch 2\.12 or newer"):
+        deep_plan(spec)
 
 
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):

@@ -43,6 +43,7 @@ from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.packages import lacks_expert_mesh
 from megalaunch.schema import RunSpec, with_values
 
 
@@ -73,6 +74,8 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     if spec.parallel.moe_token_dispatcher_type == "flex":  # DeepEP needs a GPU; the rows of experts are as many
         spec = with_values(spec, {"parallel.moe_token_dispatcher_type": "alltoall"})
     topology = Topology.from_spec(spec)
+    if topology.has_expert_mesh and (reason := lacks_expert_mesh()) is not None:
+        raise ValueError(reason)
     rank = topology.dense_grid.group(0, "pp")[predict_memory(spec).rank] if rank is None else rank
     coordinates = topology.coordinates(rank)
     on_gpu = CHIPS[spec.platform.chip].device != "cpu"
