@@ -127,14 +127,14 @@ def load_override(row: Override) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise OverrideError(f"{where} cannot be imported: {reason}; repair or uninstall its package") from error
+        raise OverrideError(f"{where} cannot be imported: {reason}") from error
     original = reference(row.target)
     if isinstance(original, type) and not (isinstance(found, type) and issubclass(found, original)):
-        raise OverrideError(f"{where} is not a subclass of megalaunch.{row.target}; derive it from that")
+        raise OverrideError(f"{where} is not a subclass of megalaunch.{row.target}", "derive it from that")
     theirs, ours = (_parameters(each) for each in (found, original))
     if theirs != ours:
         raise OverrideError(
-            f"{where} takes ({', '.join(theirs)}), not ({', '.join(ours)}); install its version for this megalaunch"
+            f"{where} takes ({', '.join(theirs)}), not ({', '.join(ours)})", "install its version for this megalaunch"
         )
     return found
 

@@ -98,7 +98,7 @@ def build_report(
     from megalaunch.plan.supported import LIMITS
 
     chip = machine.chip
-    operators, override_problems = _implementations(chip.device)
+    operators, plugin_problems = _implementations(chip.device)
     return {
         "megalaunch": megalaunch.__version__,
         "python": platform.python_version(),
@@ -125,7 +125,7 @@ def build_report(
         "attention_backends": list(serving_backends(chip.device)),
         "problems": [
             *_platform_problem(machine),
-            *override_problems,
+            *plugin_problems,
             *_package_problems(packages),
             *_device_problems(machine, packages),
         ],
@@ -134,15 +134,43 @@ def build_report(
 
 
 def _implementations(device: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return the operators of a device type; without them, the problem of overrides that cannot be loaded."""
+    """Return the operators of a device type, and the problem of a platform or override that cannot be loaded."""
     from megalaunch.platform.operators import implementations
+    from megalaunch.platform.overrides import active_overrides
+    from megalaunch.platform.platforms import PLATFORMS
     from megalaunch.platform.plugins import PlatformError
 
     try:
         rows = list(implementations(device))
     except PlatformError as error:
-        return [], [{"problem": str(error), "needed_for": "training", "fix": "repair or uninstall that package"}]
-    return [{"operator": row.operator, "implementation": row.implementation} for row in rows], []
+        return [], [{"problem": error.cause, "needed_for": "training", "fix": error.fix}]
+    problem = _load_problem(device) if active_overrides(device) or device not in PLATFORMS else None
+    shown = [{"operator": row.operator, "implementation": row.implementation} for row in rows]
+    return shown, [{**problem, "needed_for": "training"}] if problem else []
+
+
+def _load_problem(device: str) -> dict[str, str] | None:
+    """Import what other packages bring for a device type, in a process of its own; None if that works."""
+    import importlib.util
+    import json
+    import subprocess
+    import sys
+
+    from megalaunch.platform.packages import IMPORT_TIMEOUT
+
+    if importlib.util.find_spec("torch") is None:  # a problem of its own
+        return None
+    command = [sys.executable, "-m", "megalaunch.engine.platform.load_plugins", device]
+    fix = "repair or uninstall that package"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"what packages add on {device} is not imported in {IMPORT_TIMEOUT:g} s", "fix": fix}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return {"problem": f"what packages add on {device} cannot be imported: {last}", "fix": fix}
+    found: dict[str, str] | None = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
@@ -171,8 +199,8 @@ def _platform_problem(machine: Machine) -> list[dict[str, str]]:
         return []
     try:
         plugins()
-    except PlatformError:
-        fix, needed = "repair or uninstall that package", "every command that looks for devices"
+    except PlatformError as error:
+        fix, needed = error.fix, "every command that looks for devices"
     else:
         fix, needed = "install it, or unset it", "training on that platform"
     return [{"problem": machine.problem, "needed_for": needed, "fix": fix}]

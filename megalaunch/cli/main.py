@@ -46,5 +46,5 @@ def _end_with_platform_error(error: Exception) -> None:
     from megalaunch.platform.plugins import PlatformError
 
     if isinstance(error, PlatformError):
-        print(f"error: {error}\nfix:  repair or uninstall that package", file=sys.stderr)
+        print(f"error: {error.cause}\nfix:  {error.fix}", file=sys.stderr)
         sys.exit(2)

@@ -34,7 +34,6 @@ def check(
 
     Exit code 2 if one is wrong: some vendors' kernels compute wrong values without an error.
     """
-    from megalaunch.platform.plugins import PlatformError
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import fail
     from megalaunch.runs.required_packages import require_training_packages
@@ -44,7 +43,7 @@ def check(
 
     try:
         device, checks = check_platform(name)
-    except (ValueError, PlatformError) as error:
+    except ValueError as error:
         fail(str(error))
     typer.echo(f"operators on {device}")
     header = ("operator", "implementation", "dtype", "forward error", "backward error", "limit", "")

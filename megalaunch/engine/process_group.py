@@ -27,8 +27,13 @@ from megalaunch.schema import RunSpec
 
 def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     """Return this worker's device; the CPU and an error if the device that the run requires is missing."""
-    chip = CHIPS[spec.platform.chip]
-    platform = get_platform(chip.device)
+    try:
+        chip = CHIPS[spec.platform.chip]
+        platform = get_platform(chip.device)
+    except KeyError:
+        return _no_device(f"{socket.gethostname()} lacks the package that adds the chip {spec.platform.chip}")
+    except PlatformError as error:
+        return _no_device(str(error))
     if (reason := platform.unusable()) is not None:
         return _no_device(f"{reason}; the run was made for {chip.name}")
     local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), platform.device_count()

@@ -17,17 +17,22 @@ from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_sta
 from megalaunch.engine.train.validator import TaskEvaluator
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
 from megalaunch.plan.attention_backends import describe_backend
+from megalaunch.plan.overrides import override_changes, override_entries
 from megalaunch.platform.overrides import active_overrides
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
+from megalaunch.schema.paths import with_value
 
 
 def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
     """Train one rank, from the newest checkpoint or initial weights to the end (`RankEntrypoint`). Collective."""
     if not platform_of(mesh.device).has_streams:  # tensors are in the memory of the process
         tune_malloc()
-    record_overrides(mesh.device.type, record)
+    active = record_overrides(mesh.device.type, record)
+    if changes := override_changes(active, spec.platform.overrides):
+        record.event("note", message=f"overrides differ from those of the launcher: {'; '.join(changes)}")
+    spec = with_value(spec, {"platform.overrides": active})  # what checkpoints record
     state = build_train_state(spec, mesh)
     record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
     loop = Trainer(state, directory, record, stop, open_tasks(state, directory))
@@ -42,21 +47,24 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     return ending
 
 
-def record_overrides(device: str, record: RunLogger) -> None:
-    """Record the overrides of a device type. Collective: ranks with different ones would compute different values.
+def record_overrides(device: str, record: RunLogger) -> tuple[str, ...]:
+    """Record the overrides of a device type, and return them as `platform.overrides`.
+
+    Collective: ranks with different ones would compute different values.
 
     Raises:
         RunEnd: Another rank's packages replace something else.
     """
-    active = active_overrides(device).values()
-    everywhere = all_gather_objects({row.target: str(row) for row in active})
+    active = active_overrides(device)
+    everywhere = all_gather_objects({target: str(row) for target, row in active.items()})
     for rank, other in enumerate(everywhere):
         if other != everywhere[0]:
             reason = f"overrides differ: {everywhere[0]} on rank 0 and {other} on rank {rank}; "
             reason += "install the same packages on every node"
             raise RunEnd(ExitCode.CONFIGURATION, reason, 0)
-    for row in active:
+    for row in active.values():
         record.event("override", operator=row.target, implementation=row.implementation, vendor=row.vendor)
+    return override_entries(active)
 
 
 def open_tasks(state: TrainState, directory: RunDirectory) -> TaskEvaluator | None:

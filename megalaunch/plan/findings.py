@@ -43,7 +43,11 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "platform.overrides": (
             "The overrides of installed packages can be used on the run's platform.",
-            "Each is a note. A broken one is an error: nothing else may run in its place.",
+            "Each is a note; others at a resume are a warning. A broken one is an error: nothing may run in its place.",
+        ),
+        "platform.packages": (
+            "The packages that add platforms and chips can be loaded.",
+            "A broken one is an error: a run on another platform than the one meant may pass unnoticed.",
         ),
         "platform.this_machine": (
             "This machine can be a node of the run.",

@@ -13,11 +13,12 @@ from megalaunch.plan.batch import batch_gcd, samples_requested
 from megalaunch.plan.cluster import assumed_clusters, found_cluster
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.memory.fit import memory_share
+from megalaunch.plan.overrides import override_entries, overrides_of
 from megalaunch.plan.stages import virtual_stages
 from megalaunch.plan.world import data_parallel_size, exact_quotient, world_size
 from megalaunch.platform.chips import CHIPS, UNDETECTED, ChipFacts
 from megalaunch.platform.detect import Machine
-from megalaunch.platform.plugins import find_platform
+from megalaunch.platform.plugins import PlatformError, find_platform
 from megalaunch.platform.selection import missing_package
 from megalaunch.schema import RunSpec
 from megalaunch.schema.data import HOW_TO_NAME_DATA, named_sources
@@ -63,13 +64,16 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
             leave them open.
     """
     notes: list[Finding] = []
+    unusable = _unusable_platform(spec, machine)
     if stored is not None:
         spec = _apply(spec, _keep_open(spec, stored), notes)
     spec = _apply(spec, _machine_values(spec, machine), notes)
+    spec = _record_overrides(spec)
     spec = _apply(spec, found_cluster(spec, machine), notes)
     spec = _apply(spec, _run_names(spec, recipe), notes)
     resolved, derived = derive(spec)
-    return Resolution(resolved, (*notes, *derived, *_mock_warning(spec), *_emulated_dtype(resolved, machine)))
+    doubts = [*_mock_warning(spec), *_emulated_dtype(resolved, machine), *unusable]
+    return Resolution(resolved, (*notes, *derived, *doubts))
 
 
 def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
@@ -110,11 +114,15 @@ def chip_facts(spec: RunSpec, machine: Machine) -> ChipFacts | None:
     return CHIPS.get(spec.platform.chip)
 
 
-def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
-    """Return errors if this machine cannot be a node of a resolved spec; checked right before a launch."""
+def machine_mismatch(spec: RunSpec, machine: Machine, automatic: bool = True) -> list[Finding]:
+    """Return errors if this machine cannot be a node of a resolved spec; checked right before a launch.
+
+    Args:
+        automatic: the machine decided the platform; False: the spec did, above what the environment asks for.
+    """
     chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
     facts = CHIPS.get(chip)
-    if machine.problem is not None and chip == machine.chip.name:
+    if machine.problem is not None and automatic:
         message = f"{machine.problem}; select a platform that this machine has (platform=cpu)"
         return [Finding("platform.this_machine", "error", "platform.chip", message)]
     unnamed = facts is not None and machine.chip.name == facts.device and facts.device in UNDETECTED
@@ -129,6 +137,23 @@ def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
         message = f"the run needs {wanted} devices per node, but this machine has {_describe(machine)}"
         return [Finding("platform.this_machine", "error", "cluster.devices_per_node", message, numbers)]
     return []
+
+
+def _unusable_platform(spec: RunSpec, machine: Machine) -> list[Finding]:
+    """Return a warning if this machine cannot use the platform that its environment asks for; a launch refuses it."""
+    if machine.problem is None or spec.platform.chip != "auto":
+        return []
+    message = f"{machine.problem}; platform=auto takes {machine.chip.name} instead"
+    return [Finding("platform.this_machine", "warning", "platform.chip", message)]
+
+
+def _record_overrides(spec: RunSpec) -> RunSpec:
+    """Set `platform.overrides`, each of which has a finding of its own; empty if a package is broken (`check`)."""
+    try:
+        entries = override_entries(overrides_of(spec))
+    except PlatformError:
+        entries = ()
+    return spec if entries == spec.platform.overrides else with_value(spec, {"platform.overrides": entries})
 
 
 def _emulated_dtype(spec: RunSpec, machine: Machine) -> list[Finding]:

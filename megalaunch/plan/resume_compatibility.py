@@ -90,7 +90,7 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
 
 
 def compatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
-    """Return a note for each allowed change; data.cache_directory and run.* are omitted."""
+    """Return a note for each allowed change; data.cache_directory, run.* and what is a warning are omitted."""
     return [
         Finding(
             "run.changed",
@@ -100,7 +100,7 @@ def compatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
             {"stored": before, "new": now},
         )
         for path, now, before in differences(new, stored)
-        if _changeable(path) and not path.startswith(("run.", "data."))
+        if _changeable(path) and not path.startswith(("run.", "data.", "platform.overrides"))
     ]
 
 

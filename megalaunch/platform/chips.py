@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalaunch.platform.platforms import PLATFORMS
-from megalaunch.platform.plugins import plugins
+from megalaunch.platform.plugins import PlatformError, plugins
 
 _MIB = 2**20
 _TERA = 1e12
@@ -227,7 +227,12 @@ class _Chips(Mapping[str, ChipFacts]):
         return len({**self._own, **self._added()})
 
     def _added(self) -> dict[str, ChipFacts]:
-        return {chip.name: chip for plugin in plugins() for chip in plugin.chips}
+        added: dict[str, ChipFacts] = {}
+        for chip in (chip for plugin in plugins() for chip in plugin.chips):
+            if chip.name in self._own or chip.name in added:
+                raise PlatformError(f"the platform {chip.device} adds the chip {chip.name}, which exists", "rename it")
+            added[chip.name] = chip
+        return added
 
 
 CHIPS: Mapping[str, ChipFacts] = _Chips()

@@ -53,7 +53,7 @@ def detect_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = N
     try:
         found, problem = _select(root, environ)
     except PlatformError as error:
-        found, problem = Accelerators(None, 0, ()), str(error)
+        found, problem = Accelerators(None, 0, ()), error.cause
     chip = found.chip or replace(CHIPS["cpu"], native_bf16=cpu_bf16_unit(root))
     return Machine(
         chip,

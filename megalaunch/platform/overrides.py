@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from megalaunch.platform.override_sources import SourceError, decorated_names, mirrored_names
+from megalaunch.platform.plugin_sources import SourceError, decorated_names, find_misfit, mirrored_names
 from megalaunch.platform.plugins import PlatformError, all_platforms
 
 GROUP = "megalaunch.overrides"
@@ -110,7 +110,7 @@ def override(target: str, *, platform: str, priority: int = 0) -> Callable[[Targ
         name = implementation.__qualname__
         where = f"{implementation.__module__}:{name}"
         if "." in name:
-            raise OverrideError(f"{where}, which replaces {target}, is not at the top of its module; move it there")
+            raise OverrideError(f"{where}, which replaces {target}, is not at the top of its module", "move it there")
         row = Override(target, where, platform, priority)
         _check(row, where)
         if row not in _registered:
@@ -170,16 +170,17 @@ def _rows(entry: EntryPoint, where: str) -> Iterator[Override]:
 def _check(row: Override, where: str) -> None:
     """Raise OverrideError for an override of nothing, or for no platform."""
     if row.target not in OVERRIDABLE:
-        raise OverrideError(f"{where} replace {row.target}; what can be replaced: {', '.join(OVERRIDABLE)}")
+        raise OverrideError(f"{where} replace {row.target}", f"what can be replaced: {', '.join(OVERRIDABLE)}")
     if row.platform not in all_platforms():
-        raise OverrideError(f"{where} are for {row.platform}; platforms are {', '.join(all_platforms())}")
+        raise OverrideError(f"{where} are for {row.platform}", f"platforms are {', '.join(all_platforms())}")
 
 
 def active_overrides(device: str) -> Mapping[str, Override]:
     """Return the override of each replaced target on a device type.
 
     Raises:
-        OverrideError: As `installed_overrides`, or two of one priority replace the same target.
+        OverrideError: As `installed_overrides`, or two of one priority replace the same target, or the source of one
+            shows that it cannot be imported or does not fit. What only an import shows, a worker reports.
     """
     chosen: dict[str, Override] = {}
     installed = installed_overrides()
@@ -189,8 +190,30 @@ def active_overrides(device: str) -> Mapping[str, Override]:
         other = chosen.get(row.target)
         if other is not None and other.priority == row.priority:
             raise OverrideError(
-                f"{other} and {row} both replace {row.target} on {device} with priority {row.priority}; "
-                "uninstall one package, or change its priority"
+                f"{other} and {row} both replace {row.target} on {device} with priority {row.priority}",
+                "uninstall one package, or change its priority",
             )
         chosen[row.target] = row
+    for row in chosen.values():
+        if row.vendor:
+            _check_source(row)
     return chosen
+
+
+@cache
+def _check_source(row: Override) -> None:
+    """Raise OverrideError for an implementation whose source shows that it cannot be used."""
+    where = f"{row}, which replaces {row.target} on {row.platform},"
+    try:
+        misfit = find_misfit(row.implementation, _place(row.target))
+    except SourceError as error:
+        raise OverrideError(f"{where} cannot be imported: {error}") from error
+    if misfit is not None:
+        raise OverrideError(f"{where} {misfit[0]}", misfit[1])
+
+
+def _place(target: str) -> str:
+    """Return a target as "module:name", or "module:Class.name"."""
+    names = target.split(".")
+    split = -2 if OVERRIDABLE[target] == "method" else -1
+    return f"megalaunch.{'.'.join(names[:split])}:{'.'.join(names[split:])}"

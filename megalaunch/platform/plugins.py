@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from megalaunch.platform.platforms import PLATFORMS, PlatformFacts
+from megalaunch.platform.plugin_sources import SourceError, find_definition
 
 if TYPE_CHECKING:
     from megalaunch.platform.chips import ChipFacts
@@ -20,7 +21,16 @@ GROUP = "megalaunch.platforms"
 
 
 class PlatformError(Exception):
-    """A platform of another package cannot be loaded, or contradicts another one."""
+    """A platform of another package cannot be loaded, or contradicts another one.
+
+    Attributes:
+        cause: what is wrong, with the package.
+        fix: what its user can do.
+    """
+
+    def __init__(self, cause: str, fix: str = "repair or uninstall that package") -> None:
+        super().__init__(f"{cause}; {fix}")
+        self.cause, self.fix = cause, fix
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,8 @@ def plugins() -> tuple[PlatformPlugin, ...]:
     """Load the plug-ins of all installed packages, by name.
 
     Raises:
-        PlatformError: An entry point cannot be loaded, or is no PlatformPlugin, or names a device type twice.
+        PlatformError: An entry point cannot be loaded, or is no PlatformPlugin, or names a device type twice, a chip of
+            another one, or a class that its package does not have.
     """
     found: dict[str, str] = dict.fromkeys(PLATFORMS, "megalaunch")
     loaded = []
@@ -51,10 +62,23 @@ def plugins() -> tuple[PlatformPlugin, ...]:
             raise PlatformError(f"the platform {entry.name} of {package} is {plugin!r}, not a PlatformPlugin")
         device = plugin.facts.device
         if device in found:
-            raise PlatformError(f"{package} and {found[device]} both add the device type {device}; uninstall one")
+            raise PlatformError(f"{package} and {found[device]} both add the device type {device}", "uninstall one")
+        _check_facts(plugin, f"the platform {entry.name} of {package}")
         found[device] = package
         loaded.append(plugin)
     return tuple(loaded)
+
+
+def _check_facts(plugin: PlatformPlugin, where: str) -> None:
+    """Raise PlatformError for a chip of another platform, or a class that does not exist."""
+    for chip in plugin.chips:
+        if chip.device != plugin.facts.device:
+            device = plugin.facts.device
+            raise PlatformError(f"{where} has the device type {device}, but its chip {chip.name} has {chip.device}")
+    try:
+        find_definition(plugin.facts.implementation)
+    except SourceError as error:
+        raise PlatformError(f"{where} names the class {plugin.facts.implementation}, but {error}") from error
 
 
 def all_platforms() -> Mapping[str, PlatformFacts]:

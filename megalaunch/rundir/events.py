@@ -16,6 +16,7 @@ EventName = Literal[
     "attention",
     "override",
     "resumed",
+    "overrides_changed",
     "metrics_cut",
     "metrics_gap",
     "checkpoint",
@@ -91,6 +92,11 @@ EVENTS: Mapping[EventName, EventKind] = {
         _RANK_0,
         "when a checkpoint has been loaded, also at a rewind",
         {"step": "step of the checkpoint", "checkpoint": "its path"},
+    ),
+    "overrides_changed": EventKind(
+        _RANK_0,
+        "after `resumed`, if operators have other overrides than when the checkpoint was saved",
+        {"step": "step of the checkpoint", "changes": "list of sentences, one for each operator"},
     ),
     "metrics_cut": EventKind(
         _RANK_0,

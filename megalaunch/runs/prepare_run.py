@@ -111,6 +111,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     """End the command with all errors; else print warnings and the table of the run."""
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.overrides import changed_overrides
     from megalaunch.plan.report import findings_text, problems_as_findings, run_table
     from megalaunch.plan.resolve import machine_mismatch
     from megalaunch.plan.resume_compatibility import compatible_changes, incompatible_changes
@@ -131,7 +132,8 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     findings += problems_as_findings(planned.composition.repeated, "warning")
     findings += check_branch(spec, begun=bool(planned.state.checkpoints))
     if on_this_machine:
-        findings += machine_mismatch(spec, planned.machine)
+        automatic = planned.composition.spec.platform.chip == "auto"
+        findings += machine_mismatch(spec, planned.machine, automatic)
     if starts:
         findings = check_nodes(findings, planned.start, spec, planned.machine.allocation, overrides)
     else:  # the user may start it on other machines
@@ -141,7 +143,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
             findings = [finding for finding in findings if finding.rule != "model.vocab_covers_tokenizer"]
         if planned.state.checkpoints:  # the checkpoint has the weights, so their source may be gone
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
-        findings += incompatible_changes(spec, stored)
+        findings += [*incompatible_changes(spec, stored), *changed_overrides(spec, stored)]
     if has_errors(findings):
         here = planned.machine if planned.start != "job" else None
         text = refusal_text(findings, planned.composition, spec, here)

@@ -1,4 +1,4 @@
-"""The `platform` section: the chip of a run."""
+"""The `platform` section: the chip of a run, and the overrides on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from megalaunch.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class PlatformSpec:
-    """Chip to plan for: a name from `megalaunch.platform.chips`; it need not be in this machine."""
+    """Chip to plan for, a name from `megalaunch.platform.chips` that need not be in this machine; its overrides."""
 
     chip: str = setting("auto", "Chip whose specifications the plan uses; auto: that of this machine.")
+    overrides: tuple[str, ...] = setting(
+        (),
+        "What installed packages replace on the platform, each `TARGET=MODULE:NAME (PACKAGE VERSION)`; set when the "
+        "run starts.",
+    )

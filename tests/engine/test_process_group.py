@@ -58,11 +58,18 @@ def test_a_device_that_is_not_there(monkeypatch, chip, devices, said):
 
 def test_a_broken_override_ends_the_run_before_it_starts(monkeypatch):
     def broken(device: str) -> None:
-        raise OverrideError(f"vendor.norm:rms_norm cannot be imported on {device}")
+        raise OverrideError(f"vendor.norm:rms_norm cannot be imported on {device}", "repair it")
 
     monkeypatch.setattr(process_group, "load_overrides", broken)
     _, problem = local_device(small_spec())
-    assert problem == RankError(ExitCode.CONFIGURATION, "vendor.norm:rms_norm cannot be imported on cpu")
+    assert problem == RankError(ExitCode.CONFIGURATION, "vendor.norm:rms_norm cannot be imported on cpu; repair it")
+
+
+def test_a_chip_whose_package_a_node_lacks_ends_the_run_before_it_starts():
+    spec = small_spec()
+    device, problem = local_device(replace(spec, platform=replace(spec.platform, chip="warp9")))
+    assert device == torch.device("cpu")
+    assert problem.reason.endswith("lacks the package that adds the chip warp9")
 
 
 def test_ranks_with_different_overrides_end_together(monkeypatch):

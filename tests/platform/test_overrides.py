@@ -272,4 +272,5 @@ def test_a_broken_override_is_an_error_and_never_the_original(install, entry, me
 def test_two_of_one_priority_are_an_error_that_the_doctor_shows(install):
     install(other="vendor.plugin:TWICE", vendor="vendor.plugin:NARROW")
     (problem,) = build_report(detect_machine(), [])["problems"]
-    assert "both replace kernels.rms_norm.rms_norm on cpu with priority 0; uninstall one" in problem["problem"]
+    assert "both replace kernels.rms_norm.rms_norm on cpu with priority 0" in problem["problem"]
+    assert problem["fix"] == "uninstall one package, or change its priority"

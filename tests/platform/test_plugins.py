@@ -13,6 +13,20 @@ import pytest
 from paths import ROOT
 
 PLUGIN = re.search(r"```python\n(.*?)```", (ROOT / "docs/platforms.md").read_text(), re.DOTALL)[1]
+OTHERS = """
+from megalaunch.platform.chips import ChipFacts
+from megalaunch.platform.platforms import PlatformFacts
+from megalaunch.platform.plugins import PlatformPlugin
+
+def plugin(chip, device="weft", implementation="warp_megalaunch.device:WarpPlatform"):
+    facts = PlatformFacts("weft", "wccl", implementation, "WEFT_VISIBLE_DEVICES")
+    return PlatformPlugin(facts, (ChipFacts(chip, device, 2**36, {}, "wccl", "WEFT_VISIBLE_DEVICES", None),))
+
+OUR_CHIP = plugin("h100")
+ITS_CHIP = plugin("warp9")
+NO_CLASS = plugin("weft1", implementation="warp_megalaunch.device:Absent")
+OTHER_DEVICE = plugin("weft1", "warp")
+"""
 DETECT = """
 import json, sys
 from pathlib import Path
@@ -42,6 +56,8 @@ def installed(tmp_path):
     (site / "warp_megalaunch").mkdir(parents=True)
     (site / "warp_megalaunch/__init__.py").touch()
     (site / "warp_megalaunch/plugin.py").write_text(PLUGIN)
+    (site / "warp_megalaunch/device.py").write_text("class WarpPlatform:\n    pass\n")
+    (site / "warp_megalaunch/others.py").write_text(OTHERS)
     (site / "torch_warp.py").touch()
     install("warp_megalaunch", "warp_megalaunch.plugin:PLUGIN")
     (tmp_path / "dev").mkdir()
@@ -76,10 +92,18 @@ def _own_chips() -> list[str]:
     [
         ("warp_megalaunch.absent:PLUGIN", "the platform warp of other cannot be loaded: ModuleNotFoundError"),
         ("warp_megalaunch:__name__", "the platform warp of other is 'warp_megalaunch', not a PlatformPlugin"),
-        ("warp_megalaunch.plugin:PLUGIN", "both add the device type warp; uninstall one"),
+        ("warp_megalaunch.plugin:PLUGIN", "both add the device type warp"),
+        ("warp_megalaunch.others:OUR_CHIP", "the platform weft adds the chip h100, which exists"),
+        ("warp_megalaunch.others:ITS_CHIP", "the platform weft adds the chip warp9, which exists"),
+        ("warp_megalaunch.others:OTHER_DEVICE", "other has the device type weft, but its chip weft1 has warp"),
+        (
+            "warp_megalaunch.others:NO_CLASS",
+            "other names the class warp_megalaunch.device:Absent, but warp_megalaunch.de",
+        ),
     ],
 )
 def test_a_broken_package_is_an_error(installed, monkeypatch, value, message):
+    from megalaunch.platform.chips import CHIPS
     from megalaunch.platform.detect import detect_machine
     from megalaunch.platform.plugins import PlatformError, plugins
 
@@ -89,7 +113,7 @@ def test_a_broken_package_is_an_error(installed, monkeypatch, value, message):
     plugins.cache_clear()
     try:
         with pytest.raises(PlatformError, match=message):
-            plugins()
+            len(CHIPS)
         assert message in detect_machine(site.parent, {"PATH": ""}).problem
     finally:
         plugins.cache_clear()

@@ -6,9 +6,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from made_specs import LAPTOP, resolved
+from made_specs import LAPTOP, composed, resolved
 
-from megalaunch.plan.resolve import machine_mismatch
+from megalaunch.plan.resolve import machine_mismatch, resolve
 from megalaunch.platform import selection
 from megalaunch.platform.detect import detect_machine
 from megalaunch.platform.plugins import all_platforms
@@ -71,6 +71,17 @@ def test_a_choice_that_cannot_be_used_is_an_error_before_the_start(machine, name
     (finding,) = machine_mismatch(spec, found)
     assert (finding.severity, finding.path) == ("error", "platform.chip")
     assert finding.message == f"{problem}; select a platform that this machine has (platform=cpu)"
+
+
+def test_an_option_stands_above_a_variable_that_cannot_be_followed(machine):
+    found = machine((), (), MG_PLATFORM="txda")
+    for option, message in (("platform=cpu", None), ("platform=auto", "platform=auto takes cpu instead")):
+        resolution = resolve(composed("recipe=tiny", option).spec, found, "tiny")
+        assert (machine_mismatch(resolution.spec, found, message is not None) == []) == (message is None)
+        shown = [note for note in resolution.notes if note.rule == "platform.this_machine"]
+        assert [(note.severity, note.message) for note in shown] == (
+            [("warning", f"{found.problem}; {message}")] if message else []
+        )
 
 
 def test_a_chip_of_another_machine_names_the_missing_package(machine):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megalaunch.schema import RunSpec
 
 _GB = 1e9
+_MACHINE = "platform.this_machine"  # the rule about a platform that is asked for and cannot be used here
 _COMPUTE = {
     "matmul": "matmuls",
     "attention": "attention",
@@ -45,11 +46,11 @@ def show_plan(
 ) -> bool:
     """Print the plan of a resolved spec; return False if the run is not valid."""
     from megalaunch.plan.check import check
-    from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.findings import has_errors, sort_findings
     from megalaunch.plan.prediction import predict
 
     spec = resolution.spec
-    findings = check(spec, origins)
+    findings = sort_findings([*check(spec, origins), *(f for f in resolution.notes if f.rule == _MACHINE)])
     try:
         prediction: Prediction | None = predict(spec, tokens)
         problem = ""
@@ -82,7 +83,7 @@ def _as_text(
 
     spec, cluster = resolution.spec, _cluster_text(resolution)
     # Warnings about what a start needs, such as data, do not matter for a plan.
-    shown = [f for f in findings if f.severity == "error" or f.rule == "memory.fits"]
+    shown = [f for f in findings if f.severity == "error" or f.rule in ("memory.fits", _MACHINE)]
     if prediction is None:
         hint = "; give the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
         shown = shown or [f for f in findings if f.severity == "warning"]

@@ -10,7 +10,7 @@ import torch
 
 from megalaunch.engine.platform.platform import Platform
 from megalaunch.platform.platforms import PlatformFacts
-from megalaunch.platform.plugins import all_platforms, find_platform
+from megalaunch.platform.plugins import PlatformError, all_platforms, find_platform
 
 
 def platform_of(device: torch.device) -> Platform:
@@ -24,6 +24,7 @@ def get_platform(device_type: str) -> Platform:
 
     Raises:
         ValueError: No platform has this device type.
+        PlatformError: Its class cannot be imported, or is no Platform.
     """
     facts = find_platform(device_type)
     if facts is None:
@@ -33,8 +34,15 @@ def get_platform(device_type: str) -> Platform:
 
 def _load(facts: PlatformFacts) -> Platform:
     module, _, name = facts.implementation.partition(":")
-    made: Platform = getattr(importlib.import_module(module), name)(facts)
-    return made
+    where = f"the platform {facts.device}: {facts.implementation}"
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise PlatformError(f"{where} cannot be imported: {reason}") from error
+    if not (isinstance(found, type) and issubclass(found, Platform)):
+        raise PlatformError(f"{where} is not a subclass of {Platform.__module__}.Platform", "derive it from that")
+    return found(facts)
 
 
 def best_device() -> torch.device:

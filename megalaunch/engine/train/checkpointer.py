@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.fs import write_file_atomically
-from megalaunch.rundir.checkpoint.contents import ORIGIN, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.plan.overrides import override_changes
+from megalaunch.rundir.checkpoint.contents import JSON, ORIGIN, OVERRIDES, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -257,7 +259,8 @@ def save_run(
         files[TOKENIZER_FILE] = directory.tokenizer
     if directory.origin.is_dir():
         files |= {path.name: path for path in sorted(directory.origin.iterdir())}
-    save_state(target, spec.model, tensors, position, files, wrote, async_context)
+    documents: Mapping[str, JSON] = {OVERRIDES: list(spec.platform.overrides)}
+    save_state(target, spec.model, tensors, position, files, documents, wrote, async_context)
     return target
 
 
@@ -267,11 +270,12 @@ def save_state(
     tensors: Mapping[str, Tensor],
     position: TrainProgress,
     files: Mapping[str, Path],
+    documents: Mapping[str, JSON] = MappingProxyType({}),
     wrote: Callable[[int, int], None] = lambda done, total: None,
     async_context: AsyncSaveContext | None = None,
 ) -> None:
     """Save the training state as the checkpoint `target`; arguments as `save_run`'s and `save_checkpoint`'s."""
-    documents = {POSITION: position.to_document()}
+    documents = {**documents, POSITION: position.to_document()}
     copies, group = (async_context.copies, async_context.group) if async_context else (None, None)
     shapes = _saved_shapes(tensors, spec)
     save_checkpoint(target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote)
@@ -289,3 +293,12 @@ def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer:
     optimizer.set_step(position.num_updates)
     restore_float8(model)
     return position
+
+
+def changed_overrides(checkpoint: Path, spec: RunSpec) -> list[str]:
+    """Return a clause for each operator with another override than when a run saved a checkpoint; none if unknown."""
+    if not (checkpoint / f"{OVERRIDES}.json").exists():  # of an older version
+        return []
+    before = read_document(checkpoint, OVERRIDES)
+    entries = [entry for entry in before if isinstance(entry, str)] if isinstance(before, list) else []
+    return override_changes(spec.platform.overrides, entries)

@@ -30,6 +30,7 @@ from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.bad_steps import HISTORY, BadStep, LeftOutBatches, LossHistory
 from megalaunch.engine.train.checkpointer import (
     Checkpointer,
+    changed_overrides,
     restore_run,
     save_tokenizer,
     tokenizer_vocab_size,
@@ -175,6 +176,8 @@ class Trainer:
         if found is not None:
             self._restore(found)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
+            if changes := run_on_rank0(partial(changed_overrides, found, self._spec)):
+                self._record.event("overrides_changed", step=self.step, changes=changes)
         elif self._spec.checkpoint.branch_from is not None:
             self._branch_from(Path(self._spec.checkpoint.branch_from))
         else:

@@ -16,6 +16,10 @@ def event_message(event: Record) -> str | None:
             return f"{event.get('phase')}{_elapsed_text(event)}"
         case "resumed":
             return f"resuming after step {event.get('step')} from {event.get('checkpoint')}"
+        case "overrides_changed":
+            changes = event.get("changes")
+            shown = "; ".join(map(str, changes)) if isinstance(changes, list) else "?"
+            return f"warning: overrides have changed since the checkpoint of step {event.get('step')}: {shown}"
         case "metrics_cut":
             return _metrics_cut(event)
         case "metrics_gap":

@@ -12,6 +12,7 @@ from megalaunch.rundir.checkpoint.errors import CheckpointError
 SPEC_FILE = "spec.yaml"
 TOKENIZER_FILE = "tokenizer.json"
 POSITION = "position"  # the document with the progress of the run: step, tokens
+OVERRIDES = "overrides"  # the document with the overrides of other packages that the run used (`platform.overrides`)
 WEIGHTS = "model."  # prefix of the name of each parameter of the decoder
 ORIGIN = "origin"  # the document about the source of the weights: true vocabulary size, config.json
 ORIGIN_FILE = "huggingface."  # prefix of the name of each file that came with the source's weights

@@ -90,7 +90,7 @@ class PointValidator:
         findings += check_branch(spec, begun=bool(trial.checkpoints.is_dir() and any(trial.checkpoints.iterdir())))
         findings += self._launcher_reason(spec)
         if self._starts:
-            findings += machine_mismatch(spec, self._machine)
+            findings += machine_mismatch(spec, self._machine, composition.spec.platform.chip == "auto")
         else:  # a dry run: the sweep may start on other machines
             findings = [finding for finding in findings if finding.rule != "launcher.multi_node"]
         errors = [finding for finding in findings if finding.severity == "error"]

@@ -1,8 +1,9 @@
-"""Read from sources what a package overrides, without importing it: a vendor's modules import torch."""
+"""Read the sources of a plug-in, which import torch, without importing them: what it overrides, and what is wrong."""
 
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class SourceError(Exception):
-    """A module is missing, cannot be read, or overrides nothing."""
+    """A module is missing, cannot be read, lacks a name, or overrides nothing."""
 
 
 def decorated_names(module: str) -> list[tuple[str, dict[str, Any]]]:
@@ -78,6 +79,99 @@ def _defined(module: str) -> set[str]:
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
+
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def find_definition(place: str) -> Definition | None:
+    """Return what is defined at "module:name"; None if its source does not say: it is compiled, imported or made there.
+
+    Args:
+        place: A method is named "module:Class.name".
+
+    Raises:
+        SourceError: There is no such module, or nothing in it has that name.
+    """
+    module, _, name = place.partition(":")
+    if not name:
+        raise SourceError(f"{place} is not of the form module:name")
+    source = _find(module)
+    if source is not None and source.suffix != ".py":
+        return None
+    tree: ast.Module | ast.ClassDef = _parse(module) if source is not None else ast.Module([], [])
+    *outer, last = name.split(".")
+    for part in outer:
+        tree = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == part)
+    bound = list(_bound_names(tree))
+    if not {last, "*", "__getattr__"} & set(bound):
+        raise SourceError(f"{module} has no {name}")
+    found = [node for node in tree.body if isinstance(node, Definition) and node.name == last]
+    return found[0] if len(found) == bound.count(last) == 1 else None
+
+
+def _bound_names(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that code gets anywhere in a source: more than those of its top level, never fewer."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node is not tree:
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.split(".")[0]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def find_misfit(implementation: str, original: str) -> tuple[str, str] | None:
+    """Return why an implementation cannot stand for an original, and the fix; None: it can, or its source does not say.
+
+    Values of defaults are not compared: other words may mean the same.
+
+    Args:
+        implementation: "module:name".
+        original: Of megalaunch, as `find_definition` takes it.
+
+    Raises:
+        SourceError: As `find_definition`, for the implementation.
+    """
+    theirs, ours = find_definition(implementation), find_definition(original)
+    if isinstance(ours, ast.ClassDef) and (
+        isinstance(theirs, ast.FunctionDef) or (theirs is not None and not theirs.bases)
+    ):
+        return f"is not a subclass of {original.replace(':', '.')}", "derive it from that"
+    their_arguments, our_arguments = _call_arguments(theirs), _call_arguments(ours)
+    if their_arguments is None or our_arguments is None or _shape(their_arguments) == _shape(our_arguments):
+        return None
+    return (
+        f"takes ({ast.unparse(their_arguments)}), not ({ast.unparse(our_arguments)})",
+        "install its version for this megalaunch",
+    )
+
+
+def _call_arguments(definition: Definition | None) -> ast.arguments | None:
+    """Return the arguments of a function or `__init__` without types; None if they are inherited or a decorator's."""
+    if isinstance(definition, ast.ClassDef):
+        inits = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        definition = inits[0] if len(inits) == 1 else None
+    if definition is None or not all(_is_ours(decorator) for decorator in definition.decorator_list):
+        return None
+    for argument in ast.walk(definition.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return definition.args
+
+
+def _is_ours(decorator: ast.expr) -> bool:
+    """Return whether a decorator is one of megalaunch's, which leave arguments as they are."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(called).split(".")[-1] in ("override", "overridable")
+
+
+def _shape(arguments: ast.arguments) -> str:
+    """Return names, kinds and which have defaults, as text."""
+    shown = copy.deepcopy(arguments)
+    shown.defaults = [ast.Constant(None) for _ in shown.defaults]
+    shown.kw_defaults = [default and ast.Constant(None) for default in shown.kw_defaults]
+    return ast.unparse(shown)
 
 
 def _parse(module: str) -> ast.Module:

@@ -1,0 +1,116 @@
+"""A broken package of another vendor: every command ends with what is wrong, the package and a fix, by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from installed_package import install_package
+
+PLATFORM = """
+from megalaunch.platform.platforms import PlatformFacts
+from megalaunch.platform.plugins import PlatformPlugin
+
+NO_CLASS = PlatformPlugin(PlatformFacts("warp", "wccl", "vendor.device:Absent", "WARP_VISIBLE_DEVICES", "torch_warp"))
+"""
+OVERRIDES = """
+from megalaunch.platform.overrides import Override
+
+NORM = "kernels.rms_norm.rms_norm"
+ABSENT = (Override(NORM, "vendor.absent:rms_norm", "cpu"),)
+NO_FUNCTION = (Override(NORM, "vendor.norm:rms", "cpu"),)
+NARROW = (Override(NORM, "vendor.norm:narrow", "cpu"),)
+BROKEN = (Override(NORM, "vendor.raises:rms_norm", "cpu"),)
+"""
+FILES = {
+    "vendor/platform.py": PLATFORM,
+    "vendor/overrides.py": OVERRIDES,
+    "vendor/raises.py": "import warp_runtime\nfrom warp_runtime import rms_norm\n",
+    "vendor/fails.py": "import warp_runtime\n",
+    "vendor/device.py": "class WarpPlatform:\n    pass\n",
+    "vendor/norm.py": "def narrow(x, weight: object):\n    return x\n",
+}
+COMMANDS = {
+    "doctor": ("doctor", "--json"),
+    "validate-config": ("validate-config", "recipe=tiny", "data.mock=true"),
+    "plan": ("plan", "recipe=tiny", "data.mock=true"),
+    "train": ("train", "recipe=tiny", "data.mock=true", "--dry-run"),
+    "platform": ("platform", "check"),
+}
+QUICK = ("validate-config", "plan", "train")
+REPAIR = "repair or uninstall that package"
+ON_CPU = "(vendor 1.0), which replaces kernels.rms_norm.rms_norm on cpu,"
+
+
+def run_command(site: Path, name: str, entry: str) -> tuple[int, str]:
+    """Run a command beside the package vendor, and return its exit code and what it says is wrong."""
+    group = "megalaunch.overrides" if "overrides" in entry else "megalaunch.platforms"
+    install_package(site, FILES, {group: {"warp": entry}})
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megalaunch", *COMMANDS[name]],
+        cwd=site,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    assert "Traceback" not in text
+    if name == "doctor":
+        (problem,) = json.loads(done.stdout)["problems"]
+        text = f"{problem['problem']}; {problem['fix']}"
+    return done.returncode, " ".join(text.split())  # findings are wrapped
+
+
+CASES = {
+    "vendor.fails:PLUGIN": "the platform warp of vendor cannot be loaded: ModuleNotFoundError: No module named",
+    "vendor.platform:NO_CLASS": "the platform warp of vendor names the class vendor.device:Absent, but vendor.device "
+    "has no Absent",
+    "vendor.overrides:ABSENT": f"vendor.absent:rms_norm {ON_CPU} cannot be imported: there is no module vendor.absent",
+    "vendor.overrides:NO_FUNCTION": f"vendor.norm:rms {ON_CPU} cannot be imported: vendor.norm has no rms",
+    "vendor.overrides:NARROW": f"vendor.norm:narrow {ON_CPU} takes (x, weight), not (x, weight, epsilon)",
+    "vendor.overrides:BROKEN": f"vendor.raises:rms_norm {ON_CPU} cannot be imported: ModuleNotFoundError: No module",
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "names"),
+    [
+        ("vendor.fails:PLUGIN", (*QUICK, "doctor")),
+        ("vendor.platform:NO_CLASS", ("plan",)),
+        ("vendor.overrides:ABSENT", ("train",)),
+        ("vendor.overrides:NO_FUNCTION", ("validate-config",)),
+        ("vendor.overrides:NARROW", QUICK),
+        ("vendor.overrides:BROKEN", ("doctor", "platform")),  # what only an import shows
+        pytest.param("vendor.fails:PLUGIN", ("platform",), marks=pytest.mark.slow),
+        pytest.param("vendor.platform:NO_CLASS", ("doctor", "platform"), marks=pytest.mark.slow),
+        pytest.param("vendor.overrides:NARROW", ("doctor", "platform"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_command_says_what_is_wrong(tmp_path, entry, names):
+    for name in names:
+        code, text = run_command(tmp_path, name, entry)
+        assert CASES[entry] in text, (name, text)
+        assert ("install its version for this megalaunch" if "NARROW" in entry else REPAIR) in text, (name, text)
+        assert code == (0 if name == "doctor" else 2)
+
+
+def test_a_class_that_is_no_platform_is_an_error_of_the_engine(tmp_path, monkeypatch):
+    from megalaunch.engine.platform.registry import _load
+    from megalaunch.platform.platforms import PlatformFacts
+    from megalaunch.platform.plugins import PlatformError
+
+    install_package(tmp_path, FILES, {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for implementation, said in {
+        "vendor.device:WarpPlatform": r"WarpPlatform is not a subclass of megalaunch\.engine\.platform\.platform\.Pl",
+        "vendor.raises:WarpPlatform": "cannot be imported: ModuleNotFoundError: No module named 'warp_runtime'; repair",
+    }.items():
+        with pytest.raises(PlatformError, match=said):
+            _load(PlatformFacts("warp", "wccl", implementation))
