@@ -63,7 +63,7 @@ def changed_overrides(spec: RunSpec, stored: RunSpec) -> list[Finding]:
     changes = override_changes(spec.platform.overrides, stored.platform.overrides)
     if not changes:
         return []
-    message = f"since the last start: {'; '.join(changes)}. Install the packages of before, unless that is meant"
+    message = f"since the last start: {'; '.join(changes)}. Install the packages of before, unless this is intended"
     return [Finding("platform.overrides", "warning", "platform.overrides", message)]
 
 

@@ -67,7 +67,7 @@ def test_a_rerun_with_other_overrides_is_warned_of_and_not_refused():
     (warning,) = plan_overrides.changed_overrides(spec, stored)
     assert (warning.severity, warning.path) == ("warning", "platform.overrides")
     assert warning.message == (
-        f"since the last start: {WITHOUT_SWIGLU}. Install the packages of before, unless that is meant"
+        f"since the last start: {WITHOUT_SWIGLU}. Install the packages of before, unless this is intended"
     )
     assert incompatible_changes(spec, stored) == compatible_changes(spec, stored) == []
     assert plan_overrides.changed_overrides(spec, spec) == []
