@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from installed_package import install_package
+from installed_package import forget_package, install_package
 from made_specs import resolved
 
 from megalaunch.engine.train.checkpointer import changed_overrides
@@ -42,6 +42,7 @@ WITHOUT_SWIGLU = f"{SWIGLU} by megalaunch in place of vendor.kernels:swiglu (ven
 def test_a_resolved_spec_has_the_overrides_of_its_platform(tmp_path, monkeypatch):
     install_package(tmp_path, FILES, {"megalaunch.overrides": {"vendor": "vendor.plugin:BOTH"}})
     monkeypatch.syspath_prepend(str(tmp_path))
+    forget_package()
     installed_overrides.cache_clear()
     try:
         assert resolved("recipe=tiny", "platform=cpu")[0].platform.overrides == RECORDED
@@ -49,6 +50,7 @@ def test_a_resolved_spec_has_the_overrides_of_its_platform(tmp_path, monkeypatch
         assert typed.platform.overrides == ()
     finally:
         monkeypatch.undo()
+        forget_package()
         installed_overrides.cache_clear()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,3 +22,9 @@ def install_package(site: Path, files: Mapping[str, str], entries: Mapping[str, 
         for group, named in entries.items()
     ]
     (info / "entry_points.txt").write_text("".join(rows))
+
+
+def forget_package() -> None:
+    """Unload the modules of `vendor`, so that those of another installation are imported next."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vendor"]:
+        del sys.modules[name]
