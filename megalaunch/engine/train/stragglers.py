@@ -79,33 +79,33 @@ class StragglerDetector:
         self._threshold, self._mesh = spec.train.straggler_threshold, mesh
         self._dtype, self._products = compute_dtype(spec.precision), 0
         self._slow: Counter[tuple[Cause, int]] = Counter()  # checks in a row
-        self._waited, self._since = 0.0, time.perf_counter()
+        self._elapsed = self._waited = 0.0  # since the last check
 
-    def update(self, step: int, waited: float, record: RunLogger) -> None:
+    def update(self, step: int, seconds: float, waited: float, record: RunLogger) -> None:
         """Count one step, and check all ranks if it is due.
 
         Args:
             step: Number of the step that has ended.
+            seconds: Its duration.
             waited: Seconds of it in which this rank waited for data.
             record: Gets the event `straggler`, one for each cause.
         """
-        self._waited += waited
+        self._elapsed, self._waited = self._elapsed + seconds, self._waited + waited
         if not self._interval or step % self._interval:
             return
-        elapsed = time.perf_counter() - self._since
-        seconds, shares = self._gather(self._time_probe(), self._waited / elapsed)
-        for cause, ranks in find_slow_ranks(seconds, shares, self._threshold).items():
+        probed, shares = self._gather(self._time_probe(), self._waited / self._elapsed)
+        self._elapsed = self._waited = 0.0
+        for cause, ranks in find_slow_ranks(probed, shares, self._threshold).items():
             self._count(cause, ranks)
             named = [rank for rank in ranks if self._slow[cause, rank] == _CHECKS]
             if named:
                 speed = (
-                    median(seconds) / max(seconds[rank] for rank in named)
+                    median(probed) / max(probed[rank] for rank in named)
                     if cause == "compute"
                     else 1 - max(shares[rank] for rank in named)
                 )
                 places = self._places(named)
                 record.event("straggler", step=step, cause=cause, ranks=named, places=places, speed=round(speed, 3))
-        self._waited, self._since = 0.0, time.perf_counter()
 
     def _time_probe(self) -> float:
         """Time as many matmuls as take 2 ms on most ranks: the same number on all of them."""

@@ -318,7 +318,7 @@ class Trainer:
             self._record.event("skipped_step", step=number, loss_scale=result.loss_scale, grad_norm=norm)
         self._zero_gradients.update(number, result, self._record)
         self._expert_collapse.update(number, result, self._record)
-        self._stragglers.update(number, batch.data_time, self._record)
+        self._stragglers.update(number, seconds, batch.data_time, self._record)
         self._write_profile(number)
 
     def _leave_out(self, number: int, step: TrainStep) -> None:
