@@ -124,7 +124,7 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
 def find_misfit(implementation: str, original: str) -> tuple[str, str] | None:
     """Return why an implementation cannot stand for an original, and the fix; None: it can, or its source does not say.
 
-    Values of defaults are not compared: other words may mean the same.
+    Values of defaults are not compared: different expressions may have equal values.
 
     Args:
         implementation: "module:name".
