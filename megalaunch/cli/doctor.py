@@ -34,13 +34,14 @@ def doctor(
     Example: megalaunch doctor --bundle report.tar.gz --run runs/quickstart
     """
     from megalaunch.platform.detect import detect_machine
-    from megalaunch.platform.packages import OPTIONAL, inspect_packages, installed_version
+    from megalaunch.platform.packages import OPTIONAL, PACKAGES, inspect_packages, installed_version
 
     _check_bundle(bundle, run)
     machine = detect_machine()
     useful = [package for package in OPTIONAL if machine.devices or not package.only_gpu]
     optional = {package: installed_version(package.name) for package in useful}
-    report = build_report(machine, inspect_packages(), optional)
+    probed = (package for package, version in optional.items() if package.probe and version is not None)
+    report = build_report(machine, inspect_packages((*PACKAGES, *probed)), optional)
     if bundle is not None:
         _write_bundle(bundle, report, run)
     elif as_json:
@@ -129,7 +130,15 @@ def build_report(
             *_package_problems(packages),
             *_device_problems(machine, packages),
         ],
-        "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning} for limit in LIMITS],
+        "engine": [
+            {
+                "key": limit.path,
+                "runs": list(limit.supported),
+                "beside": f"{limit.beside[0]}={limit.beside[1]}",
+                "meaning": limit.meaning,
+            }
+            for limit in LIMITS
+        ],
     }
 
 
@@ -267,7 +276,7 @@ def report_text(report: dict[str, Any]) -> str:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
     if report["engine"]:
         lines += ["", "values that the engine runs (others can be checked and planned, not trained)"]
-        lines += table_lines([(row["key"], _values(row["runs"]), row["meaning"]) for row in report["engine"]])
+        lines += table_lines([(row["key"], _values(row["runs"]), f"with {row['beside']}") for row in report["engine"]])
     return "\n".join(lines)
 
 

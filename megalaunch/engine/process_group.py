@@ -18,7 +18,7 @@ from megalaunch.engine.run_end import RankError
 from megalaunch.kernels.overridable import load_overrides
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
-from megalaunch.platform.packages import DEEP_EP, lacks_expert_mesh
+from megalaunch.platform.packages import DEEP_EP, TRANSFORMER_ENGINE, lacks_expert_mesh
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
@@ -48,13 +48,19 @@ def _missing_library(spec: RunSpec) -> RankError | None:
     """Return an error if the spec asks for what this machine's packages lack: the launcher looks only at its own."""
     if (reason := lacks_expert_mesh()) is not None and Topology.from_spec(spec).has_expert_mesh:
         return RankError(ExitCode.CONFIGURATION, f"{socket.gethostname()}: {reason}")
-    if spec.parallel.moe_token_dispatcher_type != "flex" or importlib.util.find_spec(DEEP_EP.name) is not None:
-        return None
-    return RankError(
-        ExitCode.CONFIGURATION,
-        f"parallel.moe_token_dispatcher_type=flex needs DeepEP, which {socket.gethostname()} lacks: "
-        f"{DEEP_EP.install_command}",
-    )
+    if spec.parallel.moe_token_dispatcher_type == "flex" and importlib.util.find_spec(DEEP_EP.name) is None:
+        return RankError(
+            ExitCode.CONFIGURATION,
+            f"parallel.moe_token_dispatcher_type=flex needs DeepEP, which {socket.gethostname()} lacks: "
+            f"{DEEP_EP.install_command}",
+        )
+    if spec.precision.uses_transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        return RankError(
+            ExitCode.CONFIGURATION,
+            "precision.fp8.implementation=transformer_engine needs Transformer Engine, which "
+            f"{socket.gethostname()} lacks: {TRANSFORMER_ENGINE.install_command}",
+        )
+    return None
 
 
 def _broken_override(device: torch.device) -> RankError | None:

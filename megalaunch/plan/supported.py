@@ -17,18 +17,34 @@ from megalaunch.schema.paths import value_at
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of which the engine supports only the `supported` values; `meaning` describes the other values."""
+    """A key of which the engine supports only the `supported` values where another key has a certain value.
+
+    Attributes:
+        path: the key.
+        supported: its values that the engine supports.
+        meaning: describes the other values.
+        beside: the other key, its value under which the limit applies, and the value that has no limit.
+    """
 
     path: str
     supported: tuple[Any, ...]
     meaning: str
+    beside: tuple[str, Any, Any]
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
-        return value_at(spec, self.path) in self.supported
+        key, value, _ = self.beside
+        return value_at(spec, key) != value or value_at(spec, self.path) in self.supported
 
 
-LIMITS = (Limit("precision.fp8.implementation", ("native",), "Transformer Engine"),)
+LIMITS = (
+    Limit(
+        "model.moe.num_experts",
+        (None,),
+        "experts by Transformer Engine",
+        ("precision.fp8.implementation", "transformer_engine", "native"),
+    ),
+)
 
 
 def deciding_limit(path: str) -> Limit | None:

@@ -59,6 +59,14 @@ DEEP_EP = Package(
     install="--no-build-isolation git+https://github.com/deepseek-ai/DeepEP",
 )
 
+TRANSFORMER_ENGINE = Package(
+    "transformer-engine",
+    "te",
+    "precision.fp8.implementation=transformer_engine",
+    "from megalaunch.engine.precision.transformer_engine import load_transformer_engine as load; load()",
+    only_gpu=True,
+)
+
 OPTIONAL = (
     Package("gigatoken", "data", "preprocess encodes several times faster"),
     Package("orjson", "data", "preprocess reads jsonl faster"),
@@ -74,8 +82,9 @@ OPTIONAL = (
     Package("mlflow-skinny", "trackers", "logging.trackers=[mlflow]"),
     Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", only_gpu=True),
     DEEP_EP,
+    TRANSFORMER_ENGINE,
 )
-"""Packages that only some commands or options need. They are not imported for the check."""
+"""Packages that only some commands or options need. They are not imported for the check, unless they have a probe."""
 
 
 @dataclass(frozen=True)

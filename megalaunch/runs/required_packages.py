@@ -26,7 +26,7 @@ def require_training_packages() -> None:
 def require_optional_packages(spec: RunSpec) -> None:
     """End the command if this machine lacks a package, or a version of torch, that the resolved spec asks for."""
     from megalaunch.plan.topology import Topology
-    from megalaunch.platform.packages import DEEP_EP, EXPERT_MESH_TORCH, lacks_expert_mesh
+    from megalaunch.platform.packages import DEEP_EP, EXPERT_MESH_TORCH, TRANSFORMER_ENGINE, lacks_expert_mesh
 
     missing = [name for name in spec.logging.trackers if importlib.util.find_spec(name) is None]
     if missing:
@@ -46,4 +46,11 @@ def require_optional_packages(spec: RunSpec) -> None:
             f"parallel.moe_token_dispatcher_type=flex needs DeepEP ({DEEP_EP.name}), which is not installed.\n"
             f"fix:  {DEEP_EP.install_command}\n"
             "      or parallel.moe_token_dispatcher_type=alltoall"
+        )
+    if spec.precision.uses_transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        fail(
+            "precision.fp8.implementation=transformer_engine needs Transformer Engine "
+            f"({TRANSFORMER_ENGINE.name}), which is not installed.\n"
+            f"fix:  {TRANSFORMER_ENGINE.install_command}\n"
+            "      or precision.fp8.implementation=native"
         )

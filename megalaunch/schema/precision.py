@@ -65,3 +65,8 @@ class PrecisionSpec:
     residual_dtype: Literal["compute", "fp32"] = setting("compute", "Dtype of the residual stream.")
     fp8: Float8Spec = field(default_factory=Float8Spec)
     loss_scale: LossScaleSpec = field(default_factory=LossScaleSpec)
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """Whether Transformer Engine computes the linear layers."""
+        return self.compute_dtype == "fp8" and self.fp8.implementation == "transformer_engine"

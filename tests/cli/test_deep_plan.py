@@ -56,7 +56,8 @@ def test_one_rank_sends_nothing():
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
         (
             ("precision=fp8", "precision.fp8.implementation=transformer_engine", "model.head_dim=16"),
-            "  precision.fp8.implementation=transformer_engine  (Transformer Engine)",
+            "a deep plan simulates the engine's own matmuls, not Transformer Engine's\n"
+            "fix:  precision.fp8.implementation=native",
         ),
         (("parallel.tp=3",), "[parallel."),
         (("--search",), "it cannot be combined with --search, --tokens or --assumptions"),

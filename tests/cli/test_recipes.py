@@ -200,9 +200,9 @@ def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):
         folder / "conf" / "precision" / "library.yaml",
         "compute_dtype: fp8\nfp8: {implementation: transformer_engine}\n",
     )
-    defaults = "defaults: [llama3_8b, override /precision: library, _self_]\n"
+    defaults = "defaults: [mixtral_8x7b, override /precision: library, _self_]\n"
     write(folder / "recipes" / "library.yaml", defaults)
     listed = {line.split()[0]: line for line in run("list").stdout.splitlines()}
-    assert "[plans only: Transformer Engine" in listed["library"]
+    assert "[plans only: experts by Transformer Engine" in listed["library"]
     assert "[plans only" not in listed["moonlight_16b"]
     assert "[plans only" not in listed["llama3_8b"]

@@ -13,6 +13,7 @@ import pytest
 import typer
 from launching import events_of, steps_of
 from made_specs import composed, resolved
+from paths import ROOT
 from training import tiny_overrides, train_tiny
 from typer.testing import CliRunner
 
@@ -78,6 +79,18 @@ def test_experts_over_ranks_need_a_torch_that_can_shard_them(capsys, monkeypatch
         deep_plan(spec)
 
 
+def test_without_transformer_engine_it_says_how_to_install_it(capsys):
+    spec = composed("recipe=tiny", "data.corpus=x", "precision=fp8").spec
+    require_optional_packages(spec)
+    with pytest.raises(typer.Exit) as refused:
+        require_optional_packages(with_values(spec, {"precision.fp8.implementation": "transformer_engine"}))
+    assert refused.value.exit_code == 2
+    said = capsys.readouterr().err
+    page = (ROOT / "docs/precision.md").read_text(encoding="utf-8")
+    assert said in page, "docs/precision.md shows another message"
+    assert "pip install 'megalaunch[te]'" in said
+
+
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
     result = invoke("--dry-run", *tiny_overrides(folder))
     assert result.exit_code == 0, result.output
@@ -111,7 +124,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     [
         (["train.stepz=3"], "did you mean"),
         (["+experiment=big"], "unknown key"),
-        (["precision.fp8.implementation=transformer_engine"], "[engine.unsupported]"),
+        (["precision.fp8.implementation=transformer_engine", "model.moe.num_experts=4"], "[engine.unsupported]"),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),
         (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),

@@ -189,13 +189,13 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
     [
         (
             (
-                "recipe=tiny",
+                "recipe=mixtral_tiny",
                 "precision=fp8",
                 "precision.fp8.implementation=transformer_engine",
                 "platform=h100",
                 "cluster.devices_per_node=2",
             ),
-            "precision.fp8.implementation=transformer_engine",
+            "model.moe.num_experts=4",
         ),
     ],
 )

@@ -16,6 +16,7 @@ from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.overrides import Override, OverrideError
 from megalaunch.rundir.outcome import ExitCode
+from megalaunch.schema import with_values
 
 NO_DEVICE = RankError(ExitCode.CONFIGURATION, "worker 1 of this machine has no device: torch finds 1")
 
@@ -89,3 +90,14 @@ def test_ranks_with_different_overrides_end_together(monkeypatch):
         ]
         * 2
     )
+
+
+def test_transformer_engine_that_is_not_there_ends_the_run_before_it_starts():
+    library = {"precision.compute_dtype": "fp8", "precision.fp8.implementation": "transformer_engine"}
+    _, problem = local_device(with_values(small_spec(), library))
+    assert problem is not None
+    assert problem.exit_code == ExitCode.CONFIGURATION
+    assert "=transformer_engine needs Transformer Engine, which " in problem.reason
+    assert problem.reason.endswith("lacks: pip install 'megalaunch[te]'")
+    _, problem = local_device(with_values(small_spec(), {**library, "precision.compute_dtype": "fp32"}))
+    assert problem is None

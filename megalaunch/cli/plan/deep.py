@@ -54,6 +54,11 @@ def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
     beyond = [f"  {limit.path}={value}  ({limit.meaning})" for limit, value in unsupported(spec)]
     if beyond:
         fail("\n".join(["the engine does not support this yet, so it cannot simulate a step:", *beyond]))
+    if spec.precision.uses_transformer_engine:
+        fail(
+            "a deep plan simulates the engine's own matmuls, not Transformer Engine's\n"
+            "fix:  precision.fp8.implementation=native"
+        )
 
 
 def _as_text(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:

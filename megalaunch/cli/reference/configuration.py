@@ -111,7 +111,8 @@ def _runs(key: Key, limit: Limit | None) -> str:
         return "all"
     if limit.path != key.path:
         return f"none: goes with `{limit.path}` ({limit.meaning})"
-    return f"{_values(limit.supported)}; not: {limit.meaning}"
+    other, value, _ = limit.beside
+    return f"all; with `{other}={value}`: {_values(limit.supported)}"
 
 
 def _values(values: Sequence[Any]) -> str:

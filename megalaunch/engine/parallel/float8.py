@@ -22,6 +22,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.experts import GroupedLinear
 from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.parallel.float8_gather import Float8Layer, Float8ParamGather
+from megalaunch.engine.parallel.transformer_engine import apply_transformer_engine
 from megalaunch.engine.param_layout import ParamLayout
 from megalaunch.engine.precision.amax_history import AmaxHistories
 from megalaunch.engine.precision.float8 import Float8Matmuls, LinearDim, operand_dtypes
@@ -40,6 +41,9 @@ def apply_float8(model: Decoder, spec: RunSpec, mesh: Mesh) -> None:
     if spec.precision.compute_dtype != "fp8":
         return
     settings, emulate, chosen = spec.precision.fp8, spec.precision.emulate, dict(_float8_layers(model, spec))
+    if settings.implementation == "transformer_engine":
+        apply_transformer_engine(model, [layer for layer in chosen.values() if isinstance(layer, Linear)], spec, mesh)
+        return
     histories = None
     if settings.recipe == "delayed":
         counts = {name: spec.model.moe.num_experts for name, m in chosen.items() if isinstance(m, GroupedLinear)}
@@ -86,7 +90,12 @@ def begin_float8_step(model: ModelParts) -> None:
 
 
 def update_float8_scales(model: ModelParts) -> None:
-    """After a change of the weights, compute the scales with which they are gathered in fp8. Collective."""
+    """After a change of the weights, compute the scales with which they are gathered in fp8. Collective.
+
+    Transformer Engine casts the weights anew in its next pass.
+    """
+    for layer in (layer for part in model.parts for layer in part.library_layers):
+        layer.forget_weights()
     for gather in _gathers(model):
         gather.compute_scales()
 

@@ -23,7 +23,7 @@ from megalaunch.engine.collectives import AsyncCollective, all_gather_async, all
 from megalaunch.engine.dtensor import shard_param
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.linear import LibraryLayer, Linear
 from megalaunch.engine.parallel.tp_overlap import AllGatherMatmulRing, MatmulReduceScatterRing
 from megalaunch.engine.param_layout import ParamLayout, get_param_layout, local_or_shared_shard, local_param
 from megalaunch.kernels.linear_matmuls import LinearMatmuls, linear_by
@@ -58,7 +58,9 @@ class TensorParallel:
         """Apply projections that share their input: [B, s, H] -> [B, S, f] each."""
         weights = [self.local_param(p.weight, p.layout) for p in projections]
         outputs: tuple[Tensor, ...]
-        if self.overlap and self.sequence_parallel:
+        if (library := self._library(projections[0], x_BsH)) is not None:
+            outputs = library(x_BsH, *weights)
+        elif self.overlap and self.sequence_parallel:
             outputs = apply_tuple_function(AllGatherMatmulRing, x_BsH, self.axis, *weights)
         else:
             matmuls = tuple(p.matmuls for p in projections)
@@ -77,7 +79,9 @@ class TensorParallel:
     def row_parallel_linear(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """Apply a projection whose input features are sharded, and sum over ranks: [B, S, f] -> [B, s, H]."""
         weight = local_param(projection.weight)
-        if self.overlap and self.sequence_parallel:
+        if (library := self._library(projection, x_BSf)) is not None:
+            (total,) = library(x_BSf, weight)
+        elif self.overlap and self.sequence_parallel:
             total = apply_function(MatmulReduceScatterRing, x_BSf, self.axis, weight)
         else:
             total = self._sum(linear_by(projection.matmuls, x_BSf, weight))
@@ -111,6 +115,13 @@ class TensorParallel:
             yield
         finally:
             self.sequence_parallel = kept
+
+    def _library(self, projection: Linear, x: Tensor) -> LibraryLayer | None:
+        """Return the layer of a library that computes a projection of x, with the region's collectives."""
+        library = projection.library
+        if library is None or library.sequence_parallel != self.sequence_parallel or not library.accepts(x):
+            return None
+        return library
 
     def _sum(self, partial: Tensor) -> Tensor:
         return apply_function(_ReduceFromTPRegion, partial, self.axis, self.sequence_parallel)

@@ -70,6 +70,8 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     unsupported_values = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
     if unsupported_values:
         raise ValueError(f"the engine does not run {', '.join(unsupported_values)}")
+    if spec.precision.uses_transformer_engine:
+        raise ValueError("a step of Transformer Engine cannot be simulated: set precision.fp8.implementation=native")
     spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory
     if spec.parallel.moe_token_dispatcher_type == "flex":  # DeepEP needs a GPU; the rows of experts are as many
         spec = with_values(spec, {"parallel.moe_token_dispatcher_type": "alltoall"})

@@ -179,6 +179,14 @@ ENGINE_EAGER = replace(
     ring_gradients_hidden=False,
     ring_gradient_bytes=4,
 )
+# Linear layers by Transformer Engine, which casts in one kernel, and weights once a step.
+ENGINE_TRANSFORMER_ENGINE = replace(
+    ENGINE_EAGER,
+    name="megalaunch with Transformer Engine",
+    meaning="linear layers by Transformer Engine; else torch's kernels, one an operator; Triton SwiGLU; FSDP2",
+    cast_traffic=MEGATRON.cast_traffic,
+    weight_cast_traffic=Constant(_WEIGHT_CAST, 0.0, "once a step"),
+)
 ENGINE_COMPILED = replace(
     PYTORCH_COMPILED,
     name="megalaunch, compiled",
@@ -190,7 +198,9 @@ ENGINE_COMPILED = replace(
 
 
 def engine_stack(spec: RunSpec) -> Stack:
-    """Return the profile of this engine for a run: blocks compiled or eager."""
+    """Return the profile of this engine for a run: blocks compiled or eager, or with Transformer Engine's layers."""
+    if spec.precision.uses_transformer_engine:
+        return ENGINE_TRANSFORMER_ENGINE
     return ENGINE_COMPILED if spec.train.compile else ENGINE_EAGER
 
 
@@ -206,5 +216,7 @@ def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]
         rows.append(("matmuls", "fp32 on TF32 tensor cores" if spec.precision.tf32 else "fp32, no tensor cores"))
     if compute == "fp8":
         casts = "compiled" if spec.train.compile else "operator by operator: much slower than compiled"
+        if spec.precision.uses_transformer_engine:
+            casts = "by Transformer Engine"
         rows.append(("casts to fp8", casts))
     return tuple(rows)

@@ -6,12 +6,14 @@ ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.stage_params import DataShards, DeviceParams
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
+from megalaunch.schema.model import GATED, ModelSpec
 from megalaunch.schema.optimizer import OptimizerSpec
 
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -72,11 +74,46 @@ def model_states(
             states = _single_rank(spec, params, topology, optimizer, in_flight)
         else:
             states = _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
-        return replace(states, update=_update(spec, params, sharded_params, shards))
+        states = replace(states, update=_update(spec, params, sharded_params, shards))
+        return _with_weight_copies(states, _weight_copies(spec, params, profile))
     if not _computes_with_main_params(spec):
         layer_bytes += main_param_bytes(spec) * on_device
     optimizer = layer_bytes * sharded_params + root_extra
     return _distributed_optimizer(spec, params, sharded_params, optimizer, profile)
+
+
+def _weight_copies(spec: RunSpec, params: DeviceParams, profile: MemoryProfile) -> float:
+    """Return the bytes of the copies of weights that Transformer Engine's layers hold; 0 without them.
+
+    Of all weights in 8 bits; under tensor parallelism also of the projections that are fused, in the compute dtype.
+    """
+    if not profile.fp8_weight_copy_bytes:
+        return 0.0
+    model, fp8 = spec.model, spec.precision.fp8
+    fused = (spec.parallel.tp > 1) * dtype_bytes(spec.precision.compute_dtype) * _fused_fraction(model)
+    layers = 1 - (fp8.first_layers_bf16 + fp8.last_layers_bf16) / model.num_layers
+    return layers * (profile.fp8_weight_copy_bytes + fused) * (params.dense - params.root)
+
+
+def _fused_fraction(model: ModelSpec) -> float:
+    """Return the fraction of a dense layer's weights in query, key and value, and in gate and up."""
+    ffn, gated = model.ffn_hidden_size or 0, model.activation in GATED
+    feed_forward = (3 if gated else 2) * ffn
+    if model.mla.kv_lora_rank is not None:  # its projections have inputs of their own
+        return 0.0
+    heads, head_dim = model.num_attention_heads, model.head_dim or 0
+    projections = (heads + 2 * (model.num_query_groups or heads)) * head_dim
+    return (projections + 2 * ffn * gated) / (projections + heads * head_dim + feed_forward)
+
+
+def _with_weight_copies(states: ModelStates, size: float) -> ModelStates:
+    """Return the states with `size` bytes more in the weights of every phase."""
+    larger: dict[str, Any] = {
+        name: replace(phase, weights=phase.weights + size)
+        for name, phase in vars(states).items()
+        if isinstance(phase, MemoryPhase)
+    }
+    return replace(states, **larger)
 
 
 def states_per_parameter(optimizer: OptimizerSpec) -> int:

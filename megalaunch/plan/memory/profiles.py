@@ -24,7 +24,8 @@ class MemoryProfile:
             is pending, without the logits, which the stage saves; None: nothing is saved.
         regathers_inputs: with sequence parallelism a matmul's gathered input is not saved, backward all-gathers it.
         fp8_inputs: fp8 matmuls save their inputs in 8 bits (Transformer Engine).
-        fp8_weight_copy_bytes: bytes per weight of the 8-bit copies that fp8 has in addition to compute weights.
+        fp8_weight_copy_bytes: bytes per weight of the 8-bit copies that fp8 has in addition to compute weights, and
+            that are not sharded over data-parallel ranks.
         unfused_attention: attention weights are saved, because no fused kernel runs.
         activation_inputs: inner values that a gated activation saves: gate and up (2), or silu(gate) too (3).
         plain_activation_inputs: inner values that activations save which no kernel fuses, by name.
@@ -109,7 +110,14 @@ MEGATRON = MemoryProfile(
 )
 
 
+# Layers by Transformer Engine: it saves 8-bit inputs, and holds an 8-bit copy of each weight and its transpose
+# (engine/precision/transformer_engine.py).
+TRANSFORMER_ENGINE = replace(ENGINE, name="engine with Transformer Engine", fp8_inputs=True, fp8_weight_copy_bytes=2.0)
+
+
 def profile_for(spec: RunSpec) -> MemoryProfile:
     """Return the profile of this project's engine on the spec's chip."""
     chip = CHIPS.get(spec.platform.chip)
+    if spec.precision.uses_transformer_engine:
+        return TRANSFORMER_ENGINE
     return CPU_ENGINE if chip is not None and chip.device == "cpu" else ENGINE

@@ -33,6 +33,7 @@ from megalaunch.plan.rules import (
     stages,
     tensor,
     train,
+    transformer_engine,
 )
 
 __all__ = [
@@ -68,4 +69,5 @@ __all__ = [
     "stages",
     "tensor",
     "train",
+    "transformer_engine",
 ]

@@ -140,10 +140,15 @@ def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
     yield from _recipe_chips(at, "mxfp8", "Blackwell", _BLACKWELL, ("blockwise", "rowwise"))
 
 
-@rule("fp8.blockwise_chip", "The native blockwise recipe runs on Hopper.")
+@rule("fp8.blockwise_chip", "The blockwise recipe runs on Hopper.")
 def blockwise_chip(at: RuleContext) -> Iterator[Violation]:
-    """torch's matmul with scales of 1 x 128 and 128 x 128 values is cuBLAS's of Hopper; Blackwell has mxfp8 instead."""
-    if at.spec.precision.fp8.implementation == "native":  # Transformer Engine has it on Blackwell too
+    """torch's matmul with scales of 1 x 128 and 128 x 128 values is cuBLAS's of Hopper; Blackwell has mxfp8 instead.
+
+    Transformer Engine has it on Blackwell too.
+    """
+    if at.spec.precision.uses_transformer_engine:
+        yield from _recipe_chips(at, "blockwise", "Hopper or Blackwell", (*_HOPPER, *_BLACKWELL), ("tensorwise",))
+    else:
         yield from _recipe_chips(at, "blockwise", "Hopper", _HOPPER, ("mxfp8", "rowwise"))
 
 
@@ -171,19 +176,6 @@ def fnuz_chip(at: RuleContext) -> Iterator[Violation]:
             "precision.compute_dtype",
             f"{at.spec.platform.chip} multiplies e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2",
             fixes=({"precision.emulate": True}, {"precision.compute_dtype": "bf16"}),
-        )
-
-
-@rule("fp8.library_chip", "Transformer Engine runs on NVIDIA GPUs.")
-def library_chip(at: RuleContext) -> Iterator[Violation]:
-    """Its kernels are written in CUDA."""
-    facts = CHIPS.get(at.spec.platform.chip)
-    asked = at.spec.precision.compute_dtype == "fp8" and at.spec.precision.fp8.implementation == "transformer_engine"
-    if asked and facts is not None and facts.visible_devices_variable != "CUDA_VISIBLE_DEVICES":
-        yield Violation(
-            "precision.fp8.implementation",
-            f"Transformer Engine has no kernels for {facts.name}",
-            fixes=({"precision.fp8.implementation": "native"},),
         )
 
 

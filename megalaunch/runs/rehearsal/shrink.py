@@ -115,6 +115,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "train.sample_tokens": min(8, spec.train.sample_tokens),
         "train.sample_prompt": None if spec.train.sample_prompt is None else "the ",
         "precision.emulate": spec.precision.compute_dtype == "fp8",
+        "precision.fp8.implementation": "native",  # Transformer Engine has no kernels for CPUs
         "precision.loss_scale.initial": max(scale.minimum, min(_SMALL_LOSS_SCALE, scale.initial)),
         "data.num_samples": STEPS * global_batch_size,
         "data.validation_tokens": global_batch_size * sequence_length + 1,

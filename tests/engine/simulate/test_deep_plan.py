@@ -216,8 +216,11 @@ def test_names_of_groups():
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
         deep_plan(small_spec(parallel__dp=2), 2)
-    with pytest.raises(ValueError, match=r"does not run precision\.fp8\.implementation=transformer_engine"):
-        deep_plan(with_values(small_spec(), {"precision.fp8.implementation": "transformer_engine"}))
+    by_library = {"precision.compute_dtype": "fp8", "precision.fp8.implementation": "transformer_engine"}
+    with pytest.raises(ValueError, match=r"cannot be simulated: set precision\.fp8\.implementation=native"):
+        deep_plan(with_values(small_spec(), by_library))
+    with pytest.raises(ValueError, match=r"does not run model\.moe\.num_experts=4"):
+        deep_plan(with_values(small_spec(), {**by_library, "model.moe.num_experts": 4}))
     assert not dist.is_initialized()
 
 

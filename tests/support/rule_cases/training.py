@@ -10,6 +10,8 @@ BLOCKS_OF_128 = (
     "model.num_query_groups=1", "batch.sequence_length=128",
 )  # fmt: skip
 OF_EXPERTS = ("precision.fp8.recipe=rowwise", "precision.fp8.format=e4m3")
+BY_LIBRARY = (*H100, "precision.compute_dtype=fp8", "precision.fp8.implementation=transformer_engine")
+LIBRARY = (*TINY, *BY_LIBRARY, "batch.global_batch_size=16")
 WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
@@ -164,6 +166,29 @@ PRECISION = {
     "fp8.mxfp8_chip": Case("platform=h200", "platform=b200", (*TINY, *ANY_GPUS, *WIDE)),
     "fp8.library_chip": Case(
         "platform=mi300x", "platform=h200", (*TINY, *ANY_GPUS, "precision.fp8.implementation=transformer_engine")
+    ),
+    "fp8.library_emulation": Case("precision.emulate=true", "precision.emulate=false", LIBRARY),
+    "fp8.library_recipe": Case("precision.fp8.recipe=delayed", "precision.fp8.recipe=tensorwise", LIBRARY),
+    "fp8.library_wgrad": Case("precision.fp8.wgrad=false", "precision.fp8.wgrad=true", LIBRARY),
+    "fp8.library_gather": Case("precision.fp8.param_gather=true", "precision.fp8.param_gather=false", LIBRARY),
+    "fp8.library_shards": Case("parallel=zero3", "parallel=zero2", LIBRARY),
+    "fp8.library_schedule": Case(
+        "parallel.schedule=zero_bubble", "parallel.schedule=1f1b", (*LIBRARY, "parallel=pp2", "model.num_layers=4")
+    ),
+    "fp8.library_compile": Case(
+        "train.compile=true", "train.compile=false",
+        ("recipe=tiny", "data.mock=true", *BY_LIBRARY, "batch.global_batch_size=16"), "train",
+    ),
+    "fp8.library_offload": Case(
+        "recompute.cpu_offloading_num_layers=1", "recompute.cpu_offloading_num_layers=0", LIBRARY
+    ),
+    "fp8.library_recompute": Case(
+        "recompute.modules=[norm,attention]", "recompute.modules=[attention,mlp]",
+        (*LIBRARY, "recompute.granularity=selective"),
+    ),
+    "fp8.library_tokens": Case(
+        "parallel=tp2sp", "parallel=tp2",
+        (*LIBRARY, "model.head_dim=32", "batch.micro_batch_size=1", "batch.sequence_length=48"),
     ),
     "fp8.hidden_size": Case(
         "model.hidden_size=40", "model.hidden_size=48", (*TINY, *FP8, "model.head_dim=8")

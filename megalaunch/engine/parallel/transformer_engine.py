@@ -1,0 +1,180 @@
+"""Linear layers of a parallelized decoder that Transformer Engine computes: which of them as one, over which ranks.
+
+A layer of the decoder keeps its parameters. The layer of Transformer Engine has none with memory: each pass gives it
+the weights to compute with. Names, shards and checkpoints are therefore those of any other run. Transformer Engine
+casts the weights in the first pass after they changed, and keeps their 8-bit copies for the others.
+
+Projections that share their input are one layer over several tensor-parallel ranks, so that the input is cast and
+gathered once. On one rank each is a layer of its own: fusing would cost a copy of their weights.
+The collectives of a tensor-parallel region are Transformer Engine's: it gathers what it has cast to 8 bits.
+Shapes: B batch, S sequence, s a rank's shard of it, H input and F output features of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.func import functional_call
+
+from megalaunch.engine.autograd import apply_function
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.tp_region import ProjectionBlock
+from megalaunch.engine.precision.policy import compute_dtype
+from megalaunch.engine.precision.transformer_engine import TransformerEngine, load_transformer_engine
+from megalaunch.plan.rules.float8 import ALIGNMENT
+from megalaunch.schema import RunSpec
+
+
+def apply_transformer_engine(model: Decoder, layers: Collection[Linear], spec: RunSpec, mesh: Mesh) -> None:
+    """Let Transformer Engine compute these layers of a decoder, in place.
+
+    Raises:
+        UnknownTransformerEngine: It cannot be imported, or lacks something that is called.
+    """
+    library, settings = load_transformer_engine(), spec.precision.fp8
+    recipe, dtype = library.make_recipe(settings), compute_dtype(spec.precision)
+    made = []
+    for group in _sharing_input(model, layers, mesh.tp.size):
+        weights = [model.tp_region.local_param(projection.weight, projection.layout) for projection in group]
+        features = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
+        sharded = _sharded_over(group[0], spec, mesh)
+        layer = TransformerEngineLinear(library, recipe, features, dtype, ALIGNMENT[settings.recipe], sharded)
+        group[0].library = layer
+        made.append(layer)
+    model.library_layers = tuple(made)
+
+
+def _sharing_input(model: Decoder, layers: Collection[Linear], ranks: int) -> Iterator[tuple[Linear, ...]]:
+    """Yield the layers, those that share their input together if there are several tensor-parallel ranks."""
+    alone = dict.fromkeys(layers)
+    if ranks > 1:
+        for block in model.modules():
+            for group in block.projection_groups if isinstance(block, ProjectionBlock) else ():
+                if group[0] in alone:
+                    yield group
+                    for projection in group:
+                        del alone[projection]
+    yield from ((layer,) for layer in alone)
+
+
+def _sharded_over(projection: Linear, spec: RunSpec, mesh: Mesh) -> ShardedOver | None:
+    """Return how a layer is sharded over tensor-parallel ranks, None if it is not."""
+    dim = projection.layout.shard_dim
+    if mesh.tp.size == 1 or dim is None:
+        return None
+    group = mesh.world_mesh.get_group("tp")
+    return ShardedOver("column" if dim == 0 else "row", group, bool(spec.parallel.sequence_parallel))
+
+
+@dataclass(frozen=True)
+class ShardedOver:
+    """How a layer is sharded over tensor-parallel ranks.
+
+    Attributes:
+        mode: "column": output features are sharded; "row": input features.
+        group: The ranks.
+        sequence_parallel: A column parallel layer gathers its input along the sequence, and a row parallel one scatters
+            the sum of its outputs along it.
+    """
+
+    mode: Literal["column", "row"]
+    group: ProcessGroup
+    sequence_parallel: bool
+
+
+class TransformerEngineLinear:
+    """Projections that share their input, computed as one layer of Transformer Engine (`LibraryLayer`).
+
+    Args:
+        library: Transformer Engine.
+        recipe: One of its recipes.
+        features: H and F; F of all projections together.
+        dtype: Of inputs, outputs and weights.
+        alignment: Numbers of rows that the recipe can cast are multiples of it.
+        sharded: How the layer is sharded; None: every rank has the whole layer, or there is one.
+
+    Attributes:
+        sequence_parallel: As `ShardedOver`; False of a layer that is not sharded.
+    """
+
+    def __init__(
+        self,
+        library: TransformerEngine,
+        recipe: Any,
+        features: tuple[int, int],
+        dtype: torch.dtype,
+        alignment: int,
+        sharded: ShardedOver | None,
+    ) -> None:
+        self._library, self._recipe, self._alignment = library, recipe, alignment
+        self.sequence_parallel = sharded is not None and sharded.sequence_parallel
+        ranks = 1 if sharded is None else sharded.group.size()
+        mode = None if sharded is None else sharded.mode
+        self._layer = library.linear(
+            in_features=features[0] * (ranks if mode == "row" else 1),
+            out_features=features[1] * (ranks if mode == "column" else 1),
+            bias=False,
+            params_dtype=dtype,
+            device="meta",
+            tp_group=None if sharded is None else sharded.group,
+            parallel_mode=mode,
+            sequence_parallel=self.sequence_parallel,
+        )
+        self._holds_weights = False
+        self._fused_FH: Tensor | None = None
+
+    def accepts(self, x: Tensor) -> bool:
+        """Return whether the rows of an input, [..., H], can be cast: in generation there may be any number of them."""
+        return x[..., 0].numel() % self._alignment == 0
+
+    def forget_weights(self) -> None:
+        """Cast the weights anew in the next pass: they have changed."""
+        self._holds_weights = False
+
+    def __call__(self, x: Tensor, *weights_FH: Tensor) -> tuple[Tensor, ...]:
+        """Return x W^T for each weight: [B, S, H] -> [B, S, F].
+
+        With sequence parallelism a column parallel layer maps [B, s, H] to [B, S, F], and a row parallel one
+        [B, S, H] to [B, s, F].
+        """
+        weight_FH = weights_FH[0] if len(weights_FH) == 1 else apply_function(_FusedWeight, self, *weights_FH)
+        if self.sequence_parallel:  # Transformer Engine's collectives are along the first dim
+            x = x.transpose(0, 1)
+        with self._library.autocast(enabled=True, recipe=self._recipe):
+            named = {"is_first_microbatch": not self._holds_weights}
+            y: Tensor = functional_call(self._layer, {"weight": weight_FH}, (x.contiguous(),), named)
+        self._holds_weights = True
+        if self.sequence_parallel:
+            y = y.transpose(0, 1)
+        return torch.split_with_sizes(y, [weight.shape[0] for weight in weights_FH], dim=-1)
+
+    def fuse_weights(self, weights_FH: Sequence[Tensor]) -> Tensor:
+        """Return the weights, one below the other; they are copied once after they changed.
+
+        The copy stays: a pass that waits for its backward, as in a pipeline, holds this one instead of its own.
+        """
+        if self._fused_FH is None:
+            self._fused_FH = torch.cat(tuple(weights_FH))
+        elif not self._holds_weights:
+            torch.cat(tuple(weights_FH), out=self._fused_FH)
+        return self._fused_FH.detach()
+
+
+class _FusedWeight(torch.autograd.Function):
+    """The fused weight of a layer, whose gradient is split among the projections."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: TransformerEngineLinear, *weights_FH: Tensor) -> Tensor:
+        ctx.rows = [weight.shape[0] for weight in weights_FH]
+        return layer.fuse_weights(weights_FH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *torch.split_with_sizes(gradients[0], ctx.rows)

@@ -1,0 +1,96 @@
+"""Transformer Engine (github.com/NVIDIA/TransformerEngine): what is called of its public interface, and its recipes.
+
+Only recipes without a history are called: layers have no state then that a checkpoint would lack.
+`parallel/transformer_engine.py` has the layers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from torch import nn
+
+from megalaunch.schema.precision import Float8Spec
+
+_RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+"""The names of the recipes in `transformer_engine.common.recipe`."""
+
+_BOUND: dict[str, tuple[str, ...]] = {
+    "pytorch.Linear": (
+        *("in_features", "out_features", "bias", "params_dtype", "device"),
+        *("tp_group", "parallel_mode", "sequence_parallel"),
+    ),
+    "pytorch.Linear.forward": ("inp", "is_first_microbatch"),
+    "pytorch.autocast": ("enabled", "recipe"),
+    **{f"common.recipe.{name}": ("fp8_format",) for name in _RECIPES.values()},
+    "common.recipe.Format.E4M3": (),
+    "common.recipe.Format.HYBRID": (),
+}
+"""What is called of `transformer_engine`, with the arguments that it is given."""
+
+
+class UnknownTransformerEngine(RuntimeError):
+    """The installed Transformer Engine cannot be imported, or lacks functions or arguments that are called."""
+
+
+@dataclass(frozen=True)
+class TransformerEngine:
+    """What is called of Transformer Engine.
+
+    Attributes:
+        linear: The class `pytorch.Linear`.
+        autocast: `pytorch.autocast`, the context in which layers compute by a recipe.
+        recipes: The module `common.recipe`.
+    """
+
+    linear: Callable[..., nn.Module]
+    autocast: Callable[..., AbstractContextManager[Any]]
+    recipes: Any
+
+    def make_recipe(self, settings: Float8Spec) -> Any:
+        """Return the recipe of the settings. Raises KeyError if Transformer Engine has none like it."""
+        number_format = self.recipes.Format.HYBRID if settings.format == "hybrid" else self.recipes.Format.E4M3
+        return getattr(self.recipes, _RECIPES[settings.recipe])(fp8_format=number_format)
+
+
+def load_transformer_engine() -> TransformerEngine:
+    """Import Transformer Engine and compare its signatures with what is called.
+
+    Raises:
+        UnknownTransformerEngine: The import failed, or something is missing; the message names all of it.
+    """
+    try:
+        layers = importlib.import_module("transformer_engine.pytorch")
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+    except Exception as error:  # whatever a missing library of CUDA, or another torch than it was built for, raises
+        raise UnknownTransformerEngine(
+            f"transformer_engine cannot be imported ({type(error).__name__}: {error}); "
+            "install one that was built for this torch, or set precision.fp8.implementation=native"
+        ) from error
+    if missing := _missing({"pytorch": layers, "common.recipe": recipes}):
+        raise UnknownTransformerEngine(
+            f"the installed transformer_engine has no {', '.join(missing)}; "
+            "install another version of it, or set precision.fp8.implementation=native"
+        )
+    return TransformerEngine(layers.Linear, layers.autocast, recipes)
+
+
+def _missing(modules: Mapping[str, Any]) -> list[str]:
+    """Return which of the bound names and arguments are missing."""
+    found = []
+    for path, arguments in _BOUND.items():
+        module = next(name for name in modules if path.startswith(f"{name}."))
+        names = path.removeprefix(f"{module}.").split(".")
+        called = reduce(lambda owner, name: getattr(owner, name, None), names, modules[module])
+        if called is None:
+            found.append(path)
+        elif arguments:
+            accepted = inspect.signature(called).parameters
+            found += [f"{path}({argument}=)" for argument in arguments if argument not in accepted]
+    return found

@@ -1,0 +1,152 @@
+"""Linear layers by Transformer Engine, on a stand-in that computes on CPUs: the numbers of a run without it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine_stand_in as stand_in
+from float8_runs import float8_spec, train
+from forked_ranks import run_ranks
+from oracle import joined_stages
+from slow_cases import slow_but
+from torch import nn
+
+from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
+from megalaunch.engine.param_layout import REPLICATED
+from megalaunch.engine.precision.transformer_engine import load_transformer_engine
+from megalaunch.schema.precision import Float8Spec
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "tp2": {"tp": 2},
+    "dp2 optim": {"dp": 2, "data_sharding": "optim"},
+    "pp2 1f1b": {"pp": 2, "schedule": "1f1b"},
+    "cp2": {"cp": 2, "cp_comm_type": ("p2p",)},
+    "tp2 pp2 sp": {"tp": 2, "pp": 2, "schedule": "1f1b", "sequence_parallel": True},
+}
+# Four heads of keys and values on two ranks, and one that both share.
+VALUES: dict[str, Any] = {"batch__micro_batch_size": 2, "model__num_query_groups": 4}
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    for name, module in stand_in.transformer_engine_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(stand_in, "STATE", stand_in.State())
+
+
+def te_spec(layout: dict[str, Any], recipe: str = "tensorwise", **values: Any) -> Any:
+    fp8 = {"recipe": recipe, "implementation": "transformer_engine"}
+    return float8_spec(layout, recipe, **{"precision__emulate": False, "precision__fp8": fp8, **VALUES, **values})
+
+
+def _train_and_record(spec: Any) -> Any:
+    numbers = train(spec, True)
+    made = [(layer.mode, tuple(layer.weight.shape)) for layer in stand_in.STATE.layers]
+    return numbers, made, stand_in.STATE.casts
+
+
+def run_by_library(spec: Any) -> Any:
+    """The numbers of all stages; of the first rank the layers that were made, and how often weights were cast."""
+    ranks = run_ranks(spec.cluster.devices_per_node, _train_and_record, spec)
+    return joined_stages([numbers for numbers, _, _ in ranks]), *ranks[0][1:]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    spec = float8_spec({}, "tensorwise", precision__compute_dtype="fp32", **VALUES)
+    return joined_stages(run_ranks(1, train, spec, True))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.validation == pytest.approx(expected.validation, rel=1e-6)
+    for numbers, whole in ((found.gradients, expected.gradients), (found.parameters, expected.parameters)):
+        assert numbers.keys() == whole.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(numbers[name], value, rtol=0, atol=1e-5 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one rank", "tp2 sp", "tp2", "pp2 1f1b"))
+def test_layouts_have_the_numbers_of_one_process(layout, expected):
+    found, made, casts = run_by_library(te_spec(LAYOUTS[layout]))
+    assert_equal(found, expected)
+    tp, layers = LAYOUTS[layout].get("tp", 1), 4 // LAYOUTS[layout].get("pp", 1)
+    assert len(made) == layers * (4 if tp > 1 else 7)
+    assert {mode for mode, _ in made} == ({"column", "row"} if tp > 1 else {None})
+    assert casts == len(made) * 4, "once in each of three steps, and in the validation"
+
+
+SP: dict[str, Any] = LAYOUTS["tp2 sp"]
+LATENT = {
+    "model__mla": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "model__head_dim": 16,
+}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "key and value heads that ranks share": (SP, {"model__num_query_groups": 1}),
+    "biases": (SP, {"model__qkv_bias": True, "model__attention_output_bias": True, "model__mlp_bias": True}),
+    "latent attention": (SP, LATENT),
+    "one projection up": ({"tp": 2}, {"model__activation": "gelu"}),
+    "layers recomputed": (SP, {"recompute__granularity": "full"}),
+    "blocks recomputed": (SP, {"recompute__granularity": "selective", "recompute__modules": ("attention", "mlp")}),
+}
+
+
+@pytest.mark.parametrize("form", slow_but(FORMS, "key and value heads that ranks share", "biases", "blocks recomputed"))
+def test_forms_of_a_layer_have_the_numbers_of_the_native_ones(form):
+    layout, values = FORMS[form]
+    native = float8_spec(layout, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", **values})
+    found, _, _ = run_by_library(te_spec(layout, **values))
+    assert_equal(found, joined_stages(run_ranks(native.cluster.devices_per_node, train, native, True)))
+
+
+def _train_in_fp8(spec: Any) -> Any:
+    stand_in.STATE.quantize = True
+    return train(spec, True)
+
+
+def test_the_recipe_and_its_format_reach_the_library():
+    """Tensorwise by the stand-in is this project's own tensorwise: on one rank both have the same scales."""
+    for number_format in ("hybrid", "e4m3"):
+        fp8 = {"recipe": "tensorwise", "format": number_format, "first_layers_bf16": 1}
+        native = float8_spec({}, "tensorwise", **{**VALUES, "precision__fp8": fp8})
+        library = te_spec({}, precision__fp8={**fp8, "implementation": "transformer_engine"})
+        (expected,), (found,) = run_ranks(1, train, native, True), run_ranks(1, _train_in_fp8, library)
+        assert found.losses == expected.losses
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [16, 3])
+def test_rows_that_cannot_be_cast_are_computed_in_the_dtype_of_the_input(rows):
+    layer, library = Linear(32, 48, REPLICATED), load_transformer_engine()
+    nn.init.normal_(layer.weight)
+    recipe = library.make_recipe(Float8Spec())
+    layer.library = TransformerEngineLinear(library, recipe, (32, 48), torch.float32, 16, None)
+    x = torch.randn(1, rows, 32)
+    assert torch.equal(layer(x), x @ layer.weight.T)
+    assert stand_in.STATE.casts == int(rows == 16)
+
+
+def test_weights_that_changed_are_cast_again():
+    library = load_transformer_engine()
+    layer = TransformerEngineLinear(library, library.make_recipe(Float8Spec()), (16, 32), torch.float32, 16, None)
+    x, first, second = torch.randn(1, 16, 16), torch.randn(16, 16), torch.randn(16, 16)
+    for scale in (1.0, 2.0):
+        for _ in range(2):  # microbatches
+            outputs = layer(x, scale * first, second)
+            for y, weight in zip(outputs, (scale * first, second), strict=True):
+                torch.testing.assert_close(y, x @ weight.T)
+        layer.forget_weights()
+    assert stand_in.STATE.casts == 2
