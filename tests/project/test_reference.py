@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from reference_pages import PAGES, ROOT
+from svg_drawing import WIDTH
 
 import megalaunch
 from megalaunch.cli.reference.configuration import configuration_page
@@ -16,6 +18,16 @@ from megalaunch.plan.rules.registry import RULES
 def test_a_page_is_not_stale(name):
     written = (ROOT / name).read_text(encoding="utf-8")
     assert written == PAGES[name](), f"{name} is stale: run scripts/reference"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".svg")])
+def test_a_picture_is_small_and_its_words_stay_inside(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert len(text.encode()) < 30_000
+    for words in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text"):
+        kind = words.get("class", "")
+        size = 8 if "tiny" in kind else 10 if "small" in kind else 12
+        assert "middle" in kind or "end" in kind or float(words.get("x")) + 0.53 * size * len(words.text) <= WIDTH
 
 
 def test_every_finding_has_an_anchor():

@@ -1,6 +1,7 @@
-"""The generated files under docs/reference and what writes each; `scripts/reference` runs this file.
+"""The generated files under docs and what writes each; `scripts/reference` runs this file.
 
-To add a page: a function in megalaunch/cli/reference/ that gives its text, and a line in PAGES.
+To add a page: a function in megalaunch/cli/reference/ that gives its text, and a line in PAGES. To add a picture: a
+function in axis_pictures.py that gives its SVG, which may use the engine, and a line in PAGES.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import axis_pictures
 from paths import ROOT
 from rule_cases import CASES, Case, findings_of
 
@@ -49,6 +51,13 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/exit-codes.md": exit_codes_page,
     "docs/reference/recipes.md": recipes_page,
     "docs/reference/recipes.json": recipes_index,
+    "docs/pictures/mesh.svg": axis_pictures.mesh,
+    "docs/pictures/data-sharding.svg": axis_pictures.data_sharding,
+    "docs/pictures/tensor.svg": axis_pictures.tensor,
+    "docs/pictures/sequence.svg": axis_pictures.sequence,
+    "docs/pictures/experts.svg": axis_pictures.experts,
+    "docs/pictures/pipeline.svg": axis_pictures.pipeline,
+    "docs/pictures/context.svg": axis_pictures.context,
 }
 
 

@@ -1,0 +1,31 @@
+"""What the pipeline schedules run: everything once, in an order that cannot block, with the bubble of their papers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from recorded_schedule import Part, idle_fraction, place_in_time, run_order
+
+RANKS, MICROBATCHES = 3, 6
+BUBBLE_1F1B = Fraction(RANKS - 1, MICROBATCHES + RANKS - 1)  # Narayanan et al. 2021
+BUBBLES = {
+    ("gpipe", 1): BUBBLE_1F1B,
+    ("1f1b", 1): BUBBLE_1F1B,
+    ("interleaved", 2): Fraction(RANKS - 1, 2 * MICROBATCHES + RANKS - 1),
+    ("zero_bubble", 1): Fraction(RANKS - 1, 3 * MICROBATCHES + RANKS - 1),  # Qi et al. 2024, ZB-H1
+    ("zero_bubble", 2): Fraction(RANKS - 1, 2 * 3 * MICROBATCHES + RANKS - 1),
+    ("zbv", 2): Fraction(RANKS - 1, 2 * 3 * MICROBATCHES + RANKS - 1),
+}
+
+
+@pytest.mark.parametrize(("name", "vpp"), BUBBLES, ids=str)
+def test_a_step_is_complete_and_has_the_bubble_of_its_paper(name, vpp):
+    orders = run_order(name, RANKS, vpp, MICROBATCHES)
+    ran = [part for order in orders for part in order]
+    assert len(ran) == len(set(ran))
+    for stage in range(RANKS * vpp):
+        for microbatch in range(MICROBATCHES):
+            kinds = {kind for kind in "FBIW" if Part(kind, stage, microbatch) in ran}
+            assert kinds in ({"F", "B"}, {"F", "I", "W"})
+    assert idle_fraction(place_in_time(orders, vpp)) == BUBBLES[name, vpp]
