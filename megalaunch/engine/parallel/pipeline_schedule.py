@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megalaunch.engine.model.moe.load import forget_load
+from megalaunch.engine.parallel.pipeline_stage import ObservedStage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.schema.parallel import Schedule
 
@@ -75,9 +76,16 @@ def make_schedule(
 
 
 def _observed(schedule: type[PipelineSchedule], observer: StepObserver) -> Callable[..., PipelineSchedule]:
-    """Return a subclass of the schedule that reports its shape inference, and forgets what routers counted in it."""
+    """Return a subclass of the schedule that reports its shape inference, and forgets what routers counted in it.
+
+    Its stages need no neighbours where they know the shapes that they exchange.
+    """
 
     class Observed(schedule):  # type: ignore[misc, valid-type]
+        def _warmup_p2p(self, stages: list[ObservedStage], *args: Any) -> None:  # called from torch 2.13 on
+            if not all(stage.skip_warmup() for stage in stages):
+                super()._warmup_p2p(stages, *args)
+
         def _initialize_pp_stages(self, stages: list[PipelineStage], *args: Any, **kwargs: Any) -> Any:
             with observer.phase_scope("preparing"):
                 initialized = super()._initialize_pp_stages(stages, *args, **kwargs)

@@ -57,6 +57,17 @@ class ObservedStage(PipelineStage):
         super().__init__(part, number, stages, device, group=group)
         self._observer, self._activations = observer, activations
 
+    def skip_warmup(self) -> bool:
+        """Mark the stage as one that finds out its shapes alone; returns False if it must ask its neighbours.
+
+        Neighbours first vote on whether any of them must ask. From torch 2.14 on a simulated rank, whose neighbours
+        cannot vote, refuses to; before, it counted their silence as a yes.
+        """
+        if self._activations is None:
+            return False
+        self._inference_mode = pipelining.InferenceMode.DYNAMIC
+        return True
+
     def _recv_meta(self, src_stage: int) -> Any:
         if self._activations is None:
             return super()._recv_meta(src_stage)
@@ -130,10 +141,11 @@ class LazyRecvStage(ObservedStage):
         self.chunks = num_microbatches
         _repeat_without_buffers(self.grad_recv_info, num_microbatches)
 
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[Any]:
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...], *group: Any) -> list[Any]:
+        """Return the receives; `group` is given from torch 2.14 on."""
         for info in recv_infos:
             self._allocate_buffer(info)
-        return super()._get_recv_ops(recv_infos)
+        return super()._get_recv_ops(recv_infos, *group)
 
     def _allocate_buffer(self, info: Any) -> None:
         if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:

@@ -1,4 +1,4 @@
-"""Pipeline stages under older versions of torch: which class, and the pass for weights that replaces torch's there.
+"""Pipeline stages under other versions of torch: which class, what they hand on, and the pass for weights.
 
 `scripts/test --matrix` runs the pipelines themselves under those versions.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from megalaunch.engine.parallel.pipeline_stage import (
@@ -73,3 +74,13 @@ def test_both_passes_add_up_to_one_backward(function):
     assert graph.node is not None
     torch.testing.assert_close(found[0], of_x)
     torch.testing.assert_close(weight.grad, before + of_weight)
+
+
+def test_receives_stay_in_the_group_of_their_direction(monkeypatch):
+    """torch 2.14 gives the group of a direction to the method that earlier versions call with the receives alone."""
+    given = []
+    monkeypatch.setattr(PipelineStage, "_get_recv_ops", lambda _, infos, *group: given.append((infos, *group)))
+    stage = object.__new__(LazyRecvStage)
+    stage._get_recv_ops((), "downstream")
+    stage._get_recv_ops(())
+    assert given == [((), "downstream"), ((),)]
