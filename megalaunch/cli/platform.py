@@ -10,7 +10,7 @@ from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
-    from megalaunch.engine.api import OperatorCheck
+    from megalaunch.engine.api import DeviceCheck, OperatorCheck
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -30,9 +30,10 @@ def check(
         str | None, typer.Argument(metavar="[PLATFORM]", help="Platform; default: the one that a run here uses.")
     ] = None,
 ) -> None:
-    """Compare the operators of a platform, overrides included, with plain torch in fp64: values and gradients.
+    """Call what a run asks of a device, and compare its operators, overrides included, with plain torch in fp64.
 
-    Exit code 2 if one is wrong: some vendors' kernels compute wrong values without an error.
+    Values and gradients are compared: some vendors' kernels compute wrong values without an error. Exit code 2 if one
+    is wrong, or the device cannot do something.
     """
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import fail
@@ -42,19 +43,31 @@ def check(
     from megalaunch.engine.api import check_platform
 
     try:
-        device, checks = check_platform(name)
+        device, abilities, checks = check_platform(name)
     except ValueError as error:
         fail(str(error))
-    typer.echo(f"operators on {device}")
+    typer.echo(f"device {device}")
+    typer.echo("\n".join(table_lines([(one.ability, one.problem or "ok") for one in abilities])))
+    typer.echo(f"\noperators on {device}")
     header = ("operator", "implementation", "dtype", "forward error", "backward error", "limit", "")
-    for line in table_lines([header, *(_row(one) for one in checks)]):
-        typer.echo(line)
-    wrong = [one for one in checks if not one.passed]
-    if wrong:
-        names = ", ".join(sorted({f"{one.operator} by {one.implementation}" for one in wrong}))
-        typer.echo(f"wrong: {names}\nfix:  repair or uninstall the package of an override before training", err=True)
+    typer.echo("\n".join(table_lines([header, *(_row(one) for one in checks)])))
+    failures = _failures(device, abilities, checks)
+    if failures:
+        typer.echo("\n".join(failures), err=True)
         raise typer.Exit(ExitCode.CONFIGURATION)
     typer.echo("all are right")
+
+
+def _failures(device: str, abilities: list[DeviceCheck], checks: list[OperatorCheck]) -> list[str]:
+    """Return the lines that name what is wrong, each with its fix; none if all is right."""
+    lines = []
+    broken = [one.ability for one in abilities if one.problem is not None]
+    if broken:
+        lines += [f"wrong: {device} fails in {', '.join(broken)}", f"fix:  repair the package that adds {device}"]
+    wrong = sorted({f"{one.operator} by {one.implementation}" for one in checks if not one.passed})
+    if wrong:
+        lines += [f"wrong: {', '.join(wrong)}", "fix:  repair or uninstall the package of an override before training"]
+    return lines
 
 
 def _row(one: OperatorCheck) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from megalaunch.engine.inference.perplexity import Score as Score
     from megalaunch.engine.lm_eval_adapter import TaskScore as TaskScore
     from megalaunch.engine.operator_check import OperatorCheck as OperatorCheck
+    from megalaunch.engine.platform.device_check import DeviceCheck as DeviceCheck
 
 __all__ = [
     "Answer",
@@ -101,8 +102,11 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     return planned(spec, rank)
 
 
-def check_platform(name: str | None = None) -> tuple[str, list[OperatorCheck]]:
-    """Compare the operators of a platform with plain torch in fp64, values and gradients; return its name and results.
+def check_platform(name: str | None = None) -> tuple[str, list[DeviceCheck], list[OperatorCheck]]:
+    """Call what the engine asks of a device, and compare a platform's operators with plain torch in fp64.
+
+    Returns:
+        The platform's name, the results of its device, and those of its operators: values and gradients.
 
     Args:
         name: torch's device type; None: the platform that a run here would use.
@@ -112,11 +116,12 @@ def check_platform(name: str | None = None) -> tuple[str, list[OperatorCheck]]:
         PlatformError: An override, or the package of a platform, cannot be loaded.
     """
     from megalaunch.engine.operator_check import check_operators  # late: generation needs no optimizer, nor DTensor
+    from megalaunch.engine.platform.device_check import check_device
 
     platform = get_platform(best_device().type if name is None else name)
     if (reason := platform.unusable()) is not None:
         raise ValueError(f"{platform.facts.device} cannot be checked here: {reason}")
-    return platform.facts.device, list(check_operators(platform))
+    return platform.facts.device, list(check_device(platform)), list(check_operators(platform))
 
 
 def evaluate(

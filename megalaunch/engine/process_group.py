@@ -30,11 +30,12 @@ def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     try:
         chip = CHIPS[spec.platform.chip]
         platform = get_platform(chip.device)
+        reason = platform.unusable()
     except KeyError:
         return _no_device(f"{socket.gethostname()} lacks the package that adds the chip {spec.platform.chip}")
     except PlatformError as error:
         return _no_device(str(error))
-    if (reason := platform.unusable()) is not None:
+    if reason is not None:
         return _no_device(f"{reason}; the run was made for {chip.name}")
     local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), platform.device_count()
     device = platform.device(local_rank)

@@ -91,7 +91,8 @@ def check(folder: Path, entry: str, platform: str = "txda") -> subprocess.Comple
 def test_right_operators_pass(tmp_path, entry):
     done = check(tmp_path, entry)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("operators on txda\n")
+    assert done.stdout.startswith("device txda\n")
+    assert "process group tccl  ok\n\noperators on txda\n" in done.stdout
     assert done.stdout.endswith("all are right\n")
     assert f"vendor.norm:{entry.lower()}" in done.stdout
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from functools import wraps
 from types import ModuleType
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from megalaunch.cli.app import app
+from megalaunch.engine import api
 from megalaunch.engine.operator_check import check_operators
+from megalaunch.engine.platform.cpu import CpuPlatform
+from megalaunch.engine.platform.device_check import check_device
 from megalaunch.engine.platform.registry import get_platform
 from megalaunch.kernels import overridable
 from megalaunch.kernels.overridable import reference
 from megalaunch.platform import overrides
 from megalaunch.platform.overrides import OVERRIDABLE, Override
+from megalaunch.platform.platforms import PLATFORMS
 
 
 @pytest.fixture
@@ -59,3 +67,40 @@ def test_a_method_that_loses_a_gradient_is_wrong(replace_all):
     replace_all(methods, lambda result: result.detach() + 0 * result)
     wrong = {one.operator for one in check_operators(get_platform("cpu")) if not one.passed}
     assert wrong == set(methods)
+
+
+class BrokenPlatform(CpuPlatform):
+    """A device with errors of every kind: a function that its module lacks, wrong figures, no such process group."""
+
+    has_streams = True
+
+    def make_stream(self, device):
+        raise AttributeError("module 'torch_warp' has no attribute 'Stream'")
+
+    def max_memory_allocated(self, device):
+        return 8
+
+    def autocast_dtypes(self):
+        return (torch.float32,)
+
+
+def test_what_a_device_cannot_do_is_named(monkeypatch):
+    broken = BrokenPlatform(replace(PLATFORMS["cpu"], process_group_backend="wccl"))
+    found = {one.ability: one.problem for one in check_device(broken)}
+    assert found["copies"] is None
+    assert found["streams"] == "AttributeError: module 'torch_warp' has no attribute 'Stream'"
+    assert found["memory"] == "max_memory_allocated is 8 bytes while a tensor holds 1048576"
+    assert found["autocast dtypes"] == "torch.float32 has not 16 bits"
+    assert "wccl" in found["process group wccl"]
+
+    monkeypatch.setattr(api, "check_platform", lambda name: ("warp", list(check_device(broken)), []))
+    done = CliRunner().invoke(app, ["platform", "check", "warp"])
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "wrong: warp fails in streams, memory, autocast dtypes, process group wccl\n"
+        "fix:  repair the package that adds warp\n"
+    )
+
+
+def test_a_working_device_has_no_problem():
+    assert [one for one in check_device(get_platform("cpu")) if one.problem] == []

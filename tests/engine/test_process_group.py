@@ -12,9 +12,11 @@ from oracle import small_spec
 
 from megalaunch.engine import process_group, train_rank
 from megalaunch.engine.process_group import broadcast_first_error, local_device
+from megalaunch.engine.platform.platform import Platform
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.overrides import Override, OverrideError
+from megalaunch.platform.platforms import PLATFORMS
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import with_values
 
@@ -64,6 +66,17 @@ def test_a_broken_override_ends_the_run_before_it_starts(monkeypatch):
     monkeypatch.setattr(process_group, "load_overrides", broken)
     _, problem = local_device(small_spec())
     assert problem == RankError(ExitCode.CONFIGURATION, "vendor.norm:rms_norm cannot be imported on cpu; repair it")
+
+
+def test_a_platform_that_names_what_its_device_lacks_ends_the_run_before_it_starts(monkeypatch):
+    class WarpPlatform(Platform):
+        in_device_module = frozenset({"max_memory_allocated"})
+
+    monkeypatch.setattr(process_group, "get_platform", lambda device: WarpPlatform(PLATFORMS["cpu"]))
+    _, problem = local_device(small_spec())
+    assert problem.exit_code == ExitCode.CONFIGURATION
+    assert problem.reason.startswith("torch has no max_memory_allocated, which ")
+    assert problem.reason.endswith("in_device_module; add it there, or override max_memory_allocated in that class")
 
 
 def test_a_chip_whose_package_a_node_lacks_ends_the_run_before_it_starts():

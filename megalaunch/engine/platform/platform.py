@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megalaunch.platform.platforms import PlatformFacts
+from megalaunch.platform.plugins import PlatformError
 
 
 class Platform:
@@ -47,10 +48,19 @@ class Platform:
 
         Raises:
             ImportError: The package is missing or broken.
+            PlatformError: The module has no function that `in_device_module` names.
         """
         if self.facts.package is not None:
             importlib.import_module(self.facts.package)
-        return torch.get_device_module(self.facts.device)
+        module = torch.get_device_module(self.facts.device)
+        for name in sorted(self.in_device_module):
+            if not hasattr(module, name):
+                raise PlatformError(
+                    f"{self.facts.package or 'torch'} has no {name}, which {type(self).__qualname__} of "
+                    f"{type(self).__module__} names in in_device_module",
+                    f"add it there, or override {name} in that class",
+                )
+        return module
 
     def _function(self, name: str) -> Callable[..., Any]:
         """Return a function of `torch.accelerator`, else of the device's module."""
