@@ -124,12 +124,14 @@ def build_report(
         ],
         "operators": operators,
         "attention_backends": list(serving_backends(chip.device)),
-        "problems": [
-            *_platform_problem(machine),
-            *plugin_problems,
-            *_package_problems(packages),
-            *_device_problems(machine, packages),
-        ],
+        "problems": _merged(
+            [
+                *_platform_problem(machine),
+                *plugin_problems,
+                *_package_problems(packages),
+                *_device_problems(machine, packages),
+            ]
+        ),
         "engine": [
             {
                 "key": limit.path,
@@ -166,6 +168,7 @@ def _load_problem(device: str) -> dict[str, str] | None:
     import sys
 
     from megalaunch.platform.packages import IMPORT_TIMEOUT
+    from megalaunch.platform.torch_backends import broken_backend
 
     if importlib.util.find_spec("torch") is None:  # a problem of its own
         return None
@@ -175,11 +178,24 @@ def _load_problem(device: str) -> dict[str, str] | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return {"problem": f"what packages add on {device} is not imported in {IMPORT_TIMEOUT:g} s", "fix": fix}
+    if (broken := broken_backend(done.stderr)) is not None:
+        return {"problem": broken.cause, "fix": broken.fix}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {"problem": f"what packages add on {device} cannot be imported: {last}", "fix": fix}
     found: dict[str, str] | None = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def _merged(problems: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return each problem once, with all that needs its repair: a broken package fails in every import of torch."""
+    needs: dict[tuple[str, str], list[str]] = {}
+    for row in problems:
+        needs.setdefault((row["problem"], row["fix"]), []).append(row["needed_for"])
+    return [
+        {"problem": problem, "needed_for": "; ".join(dict.fromkeys(needed)), "fix": fix}
+        for (problem, fix), needed in needs.items()
+    ]
 
 
 def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
@@ -188,6 +204,9 @@ def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
         if state.problem is None:
             continue
         package = state.package
+        if state.cause is not None:
+            problems.append({"problem": state.cause.cause, "needed_for": package.purpose, "fix": state.cause.fix})
+            continue
         target = f"'megalaunch[{package.extra}]'" if package.extra else "megalaunch"
         again = "" if state.version is None else f"--upgrade --force-reinstall {package.name} "
         problems.append(

@@ -42,9 +42,13 @@ def main() -> None:
 
 
 def _end_with_platform_error(error: Exception) -> None:
-    """End the command if a platform or override of another package is broken: any command may look at it."""
-    from megalaunch.platform.plugins import PlatformError
+    """End the command if a package of a platform is broken: any command may look at it, or import torch, which does."""
+    import traceback
 
-    if isinstance(error, PlatformError):
-        print(f"error: {error.cause}\nfix:  {error.fix}", file=sys.stderr)
+    from megalaunch.platform.plugins import PlatformError
+    from megalaunch.platform.torch_backends import broken_backend
+
+    found = error if isinstance(error, PlatformError) else broken_backend("".join(traceback.format_exception(error)))
+    if found is not None:
+        print(f"error: {found.cause}\nfix:  {found.fix}", file=sys.stderr)
         sys.exit(2)

@@ -11,6 +11,7 @@ from megalaunch.launch.failure import (
     exit_description,
     first_failure,
     hang_failure,
+    name_broken_backend,
     name_out_of_memory,
 )
 from megalaunch.launch.hang.collective_traces import request_traces
@@ -108,7 +109,7 @@ class Attempt:
         failure = first_failure(
             self.number, self._events, ranks, codes, self.ranks.step, crash.culprit, self.agent_code, crash.aborted
         )
-        return name_out_of_memory(failure, self._oom_kills)
+        return name_out_of_memory(name_broken_backend(failure, self._directory.agent_log), self._oom_kills)
 
     def _diagnose_hang(self) -> Failure:
         hung = diagnose_hang(self.ranks, self._directory)

@@ -6,12 +6,14 @@ import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank, rank_label
 from megalaunch.platform.cgroups import OomKills
+from megalaunch.platform.torch_backends import broken_backend
 from megalaunch.rundir.jsonl import Record
 
 # Errors of gloo, NCCL and the store for a lost peer: they show a consequence of a failure, not its cause.
@@ -29,11 +31,12 @@ _SIGNALS = {
     signal.SIGILL: "a crash in native code: an instruction that this CPU does not support",
     signal.SIGABRT: "aborted by native code; the reason is in the log",
 }
+BROKEN_TORCH = "torch cannot be imported"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed attempt. `exception` is a type's name, a signal's name, `hang`, or `exit code N`.
+    """One failed attempt. `exception` is a type's name, a signal's name, `hang`, `exit code N`, or BROKEN_TORCH.
 
     `rank` is None where the agent failed, not a worker.
     """
@@ -140,6 +143,14 @@ def name_out_of_memory(failure: Failure, before: OomKills) -> Failure:
         else "the machine is out of memory"
     )
     return replace(failure, message=f"killed by the kernel: {what}")
+
+
+def name_broken_backend(failure: Failure, log: Path) -> Failure:
+    """Name the package that ended the agent before it started a worker, if its log ends with torch's error about it."""
+    if failure.rank is not None or not log.is_file():
+        return failure
+    broken = broken_backend(log.read_text(encoding="utf-8", errors="replace"))
+    return failure if broken is None else replace(failure, exception=BROKEN_TORCH, message=str(broken))
 
 
 def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float, reason: str = "") -> Failure:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
-from megalaunch.launch.failure import Failure
+from megalaunch.launch.failure import BROKEN_TORCH, Failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
@@ -249,7 +249,7 @@ class Supervisor:
         elif failure is None:
             code, reason = ExitCode.CRASH, "the workers ended without an error and without outcome.json"
         else:
-            code = ExitCode.HANG if failure.exception == "hang" else ExitCode.CRASH
+            code = {"hang": ExitCode.HANG, BROKEN_TORCH: ExitCode.CONFIGURATION}.get(failure.exception, ExitCode.CRASH)
             code = ExitCode.NO_PROGRESS if self._keeps_failing() else code
             reason = f"{failure.source}: {failure.error}"
         details: dict[str, Any] = {} if failure is None else {**vars(failure), "attempts": len(self._failures)}

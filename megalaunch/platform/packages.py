@@ -13,6 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalaunch.platform.plugins import PlatformError
+from megalaunch.platform.torch_backends import backend_that_may_crash, broken_backend
+
 IMPORT_TIMEOUT = 60.0  # seconds; the first import of torch from a cold disk may take most of it
 
 
@@ -95,12 +98,14 @@ class PackageState:
         version: None if the package is not installed.
         problem: None if it works.
         output: output of the probe, "" without one.
+        cause: what is wrong with another package, which it imports; None: the problem is its own.
     """
 
     package: Package
     version: str | None
     problem: str | None
     output: str
+    cause: PlatformError | None = None
 
 
 def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageState]:
@@ -119,11 +124,11 @@ def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageStat
         if version is None:
             states.append(PackageState(package, None, "is not installed", ""))
             continue
-        output, problem = _result(probes[package.name])
+        output, problem, cause = _result(probes[package.name])
         minimum = minimum_version(package.name)
         if problem is None and minimum is not None and _numbers(version) < _numbers(minimum):
             problem = f"is older than {minimum}"
-        states.append(PackageState(package, version, problem, output))
+        states.append(PackageState(package, version, problem, output, cause))
     return states
 
 
@@ -163,18 +168,19 @@ def minimum_version(name: str) -> str | None:
     return None
 
 
-def _result(probe: subprocess.Popen[str]) -> tuple[str, str | None]:
-    """Return a probe's output and the problem (None: it succeeded)."""
+def _result(probe: subprocess.Popen[str]) -> tuple[str, str | None, PlatformError | None]:
+    """Return a probe's output, the problem (None: it succeeded), and the package that causes it (None: its own)."""
     try:
         output, errors = probe.communicate(timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         probe.kill()
         probe.communicate()
-        return "", f"could not be imported in {IMPORT_TIMEOUT:g} s"
-    if probe.returncode != 0:
-        lines = errors.strip().splitlines()
-        return "", f"cannot be imported: {lines[-1] if lines else f'exit {probe.returncode}'}"
-    return output.strip(), None
+        return "", f"could not be imported in {IMPORT_TIMEOUT:g} s", None
+    if probe.returncode == 0:
+        return output.strip(), None, None
+    lines = errors.strip().splitlines()
+    problem = f"cannot be imported: {lines[-1] if lines else f'exit {probe.returncode}'}"
+    return "", problem, backend_that_may_crash() if probe.returncode < 0 else broken_backend(errors)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

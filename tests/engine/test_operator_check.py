@@ -27,7 +27,7 @@ from megalaunch.platform.platforms import PLATFORMS
 
 @pytest.fixture
 def replace_all(monkeypatch):
-    """Override these targets on the CPU: classes by subclasses, the others by functions that `change` what they give."""
+    """Override these targets on the CPU: classes by subclasses, others by functions that `change` what they give."""
 
     def replace(targets, change=lambda result: result) -> None:
         module = ModuleType("vendor_of_all")

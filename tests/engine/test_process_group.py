@@ -11,8 +11,8 @@ from forked_ranks import run_ranks
 from oracle import small_spec
 
 from megalaunch.engine import process_group, train_rank
-from megalaunch.engine.process_group import broadcast_first_error, local_device
 from megalaunch.engine.platform.platform import Platform
+from megalaunch.engine.process_group import broadcast_first_error, local_device
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.overrides import Override, OverrideError

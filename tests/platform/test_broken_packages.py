@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from installed_package import install_package
+
+from megalaunch.launch.failure import Failure, name_broken_backend
+from megalaunch.platform.packages import Package, inspect_packages
 
 PLATFORM = """
 from megalaunch.platform.platforms import PlatformFacts
@@ -40,7 +44,9 @@ COMMANDS = {
     "plan": ("plan", "recipe=tiny", "data.mock=true"),
     "train": ("train", "recipe=tiny", "data.mock=true", "--dry-run"),
     "platform": ("platform", "check"),
+    "run": ("train", "recipe=tiny", "data.mock=true", "platform=cpu", "train.steps=1"),
 }
+GROUPS = {"overrides": "megalaunch.overrides", "autoload": "torch.backends"}
 QUICK = ("validate-config", "plan", "train")
 REPAIR = "repair or uninstall that package"
 ON_CPU = "(vendor 1.0), which replaces kernels.rms_norm.rms_norm on cpu,"
@@ -48,7 +54,7 @@ ON_CPU = "(vendor 1.0), which replaces kernels.rms_norm.rms_norm on cpu,"
 
 def run_command(site: Path, name: str, entry: str) -> tuple[int, str]:
     """Run a command beside the package vendor, and return its exit code and what it says is wrong."""
-    group = "megalaunch.overrides" if "overrides" in entry else "megalaunch.platforms"
+    group = next((group for word, group in GROUPS.items() if word in entry), "megalaunch.platforms")
     install_package(site, FILES, {group: {"warp": entry}})
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -114,3 +120,47 @@ def test_a_class_that_is_no_platform_is_an_error_of_the_engine(tmp_path, monkeyp
     }.items():
         with pytest.raises(PlatformError, match=said):
             _load(PlatformFacts("warp", "wccl", implementation))
+
+
+BROKEN_TORCH = (
+    "vendor 1.0, which torch imports by itself, fails: ModuleNotFoundError: No module named 'warp_runtime'",
+    f"install the vendor that was built for torch {torch.__version__}, or uninstall it",
+)
+
+
+@pytest.mark.parametrize("name", ["doctor", "run", "platform"])
+def test_a_package_that_breaks_the_import_of_torch_is_named(tmp_path, name):
+    code, text = run_command(tmp_path, name, "vendor.fails:autoload")
+    assert all(part in text for part in BROKEN_TORCH), text
+    assert "reinstall" not in text
+    assert code == (0 if name == "doctor" else 2)
+    if name == "run":
+        assert "megalaunch: torch cannot be imported (exit code 2)" in text
+        assert "next repair or leave out that package" in text
+
+
+def test_a_package_that_crashes_the_import_of_torch_is_suspected(tmp_path, monkeypatch):
+    install_package(tmp_path, FILES, {"torch.backends": {"warp": "vendor.crash:autoload"}})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    crash = Package("torch", "train", "train", "import os; os.abort()")
+    (state,) = inspect_packages([crash])
+    assert state.cause.cause == "torch crashes when it is imported, and with it vendor 1.0"
+    assert state.cause.fix.startswith("install the vendor that was built for torch ")
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (
+            "ImportError: libwarp.so: no such file\n\nThe above exception was the direct cause of the following "
+            "exception:\n\nTraceback (most recent call last):\nRuntimeError: Failed to load the backend extension: "
+            "warp_x. You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0.\n",
+            "warp_x, which torch imports by itself, fails: ImportError: libwarp.so: no such file; install the warp_x",
+        ),
+        ("RuntimeError: Failed to load the backend extension: x. You can disable it\nValueError: a later one\n", ""),
+    ],
+)
+def test_the_agents_log_names_the_package(tmp_path, log, message):
+    (tmp_path / "agent.log").write_text(log)
+    failure = Failure(0, None, "", "starting", 0, "exit code 1", "")
+    assert name_broken_backend(failure, tmp_path / "agent.log").message.startswith(message)

@@ -6,7 +6,7 @@ import socket
 import textwrap
 
 from megalaunch.launch.agent import last_lines
-from megalaunch.launch.failure import Failure
+from megalaunch.launch.failure import BROKEN_TORCH, Failure
 from megalaunch.launch.hang.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import EXIT_MEANINGS, ExitCode
@@ -43,6 +43,8 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, ad
 
 def _title(code: ExitCode, spec: RunSpec, end: LaunchResult) -> str:
     title = EXIT_MEANINGS[code].title
+    if _has_broken_torch(end):
+        return BROKEN_TORCH
     if _has_zero_gradients(end):
         return "the gradient is zero: no parameter is updated"
     if code == ExitCode.NON_FINITE and "differing_ranks" in end.outcome.details:
@@ -62,8 +64,14 @@ def _has_zero_gradients(end: LaunchResult) -> bool:
     return end.outcome.exit_code == ExitCode.NON_FINITE and "zero_gradient_steps" in end.outcome.details
 
 
+def _has_broken_torch(end: LaunchResult) -> bool:
+    return end.failure is not None and end.failure.exception == BROKEN_TORCH
+
+
 def _next_step(code: ExitCode, end: LaunchResult) -> str:
     step, failure = EXIT_MEANINGS[code].action, end.failure
+    if _has_broken_torch(end):
+        return "repair or leave out that package, then launch again"
     if _has_zero_gradients(end):
         return (
             "start a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
@@ -83,8 +91,8 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
 def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
     lines = _field("first", f"{failure.source} on {socket.gethostname()}", 1)
     lines += _field("where", f"step {failure.step}, {failure.phase or 'starting'} (attempt {failure.attempt + 1})", 1)
-    lines += _field("reason", failure.error, 3)
-    if failure.rank is None:
+    lines += _field("reason", failure.error, 4)
+    if failure.rank is None and failure.exception != BROKEN_TORCH:  # whose reason says all
         lines += [f"  | {line[: _WIDTH - 4]}" for line in last_lines(directory.agent_log, 6)]
     return lines
 
