@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,6 +114,7 @@ def build_report(
             "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
             "notes": list(machine.notes),
         },
+        "platforms": list(_platforms(machine)),
         "packages": [
             {"name": state.package.name, "version": state.version, "purpose": state.package.purpose}
             for state in packages
@@ -142,6 +143,29 @@ def build_report(
             for limit in LIMITS
         ],
     }
+
+
+def _platforms(machine: Machine) -> Iterator[dict[str, str]]:
+    """Yield the platforms of this machine with their state, without those whose package is not installed."""
+    from megalaunch.platform.overrides import installed_overrides
+    from megalaunch.platform.platforms import PLATFORMS
+    from megalaunch.platform.plugins import PlatformError, all_platforms
+    from megalaunch.platform.selection import missing_devices, missing_package
+
+    try:
+        platforms, overrides = all_platforms().values(), installed_overrides()
+    except PlatformError:  # a problem of its own
+        return
+    for facts in platforms:
+        if facts.device == machine.chip.device:
+            state = f"used: {machine.devices} x {machine.chip.name}" if machine.devices else "used"
+        elif missing_package(facts) is not None or (facts.package is None and facts.device in PLATFORMS):
+            continue
+        else:
+            state = missing_devices(facts) if machine.chip.device == "cpu" else "not used"
+        replaced = sum(1 for row in overrides if row.platform == facts.device)
+        state += f"; overrides: {replaced}" if replaced else ""
+        yield {"platform": facts.device, "implementation": facts.implementation, "state": state}
 
 
 def _implementations(device: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -265,11 +289,11 @@ def _devices_of_torch(machine: Machine, torch: PackageState) -> tuple[str, str]:
 
 
 def _device_fix(version: str, with_package: str) -> str:
+    from megalaunch.platform.packages import torch_build_fix
+
     if with_package:
         return f"install the {with_package.removeprefix(' with ')} that was built for torch {version} and the driver"
-    if version.endswith("+cpu"):
-        return "install torch's CUDA build in place of its CPU build"
-    return "compare the driver's CUDA version (nvidia-smi) with torch's build"
+    return torch_build_fix(version)
 
 
 def report_text(report: dict[str, Any]) -> str:
@@ -285,6 +309,8 @@ def report_text(report: dict[str, Any]) -> str:
             *(("note", note) for note in machine["notes"]),
         ]
     )
+    lines += ["", "platforms"]
+    lines += table_lines([(row["platform"], row["implementation"], row["state"]) for row in report["platforms"]])
     lines += ["", "packages"]
     lines += table_lines([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
     lines += _optional(report["optional"])

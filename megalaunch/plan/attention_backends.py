@@ -12,14 +12,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.platforms import FUSED_ATTENTION
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend, ModelSpec
 
 DENSE_MASK_TOKENS = 2048
 """Samples of up to so many tokens have a dense mask: one kernel then takes less time than many small blocks. In longer
 samples only the blocks of queries and keys that see each other are multiplied."""
-
-_TORCH_DEVICES: tuple[str, ...] = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class BackendFacts:
 
     Attributes:
         meaning: the kernel, in words.
-        devices: torch's device types that it runs on.
+        any_device: it runs on every platform; else on those of which `FUSED_ATTENTION` says so.
         gpu_16_bits_only: on a GPU it takes bf16 and fp16 only.
         head_sizes: the smallest and the largest head on a GPU; None: any.
         masks: sliding windows and packed documents: "any", up to `DENSE_MASK_TOKENS` ("dense"), or none.
@@ -39,7 +38,7 @@ class BackendFacts:
     """
 
     meaning: str
-    devices: tuple[str, ...] = ("cuda",)
+    any_device: bool = False
     gpu_16_bits_only: bool = False
     head_sizes: tuple[int, int | None] = (1, None)
     masks: str = "any"
@@ -57,7 +56,6 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
     {
         "flash": BackendFacts(
             "torch's flash attention, by blocks of the mask",
-            devices=_TORCH_DEVICES,
             gpu_16_bits_only=True,
             head_sizes=(1, 256),
             sinks=True,
@@ -76,7 +74,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
         ),
         "math": BackendFacts(
             "operator by operator: all scores are held and their weights saved",
-            devices=("cpu", "cuda", "musa", "txda"),
+            any_device=True,
             soft_cap=True,
             sinks=True,
             dropout=True,
@@ -93,7 +91,11 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
 
 def serving_backends(device: str) -> tuple[AttentionBackend, ...]:
     """Return the backends that run on a device type, auto first."""
-    return ("auto", *(name for name, facts in BACKENDS.items() if device in facts.devices and not facts.missing))
+    return ("auto", *(name for name, facts in BACKENDS.items() if _runs_on(name, device) and not facts.missing))
+
+
+def _runs_on(name: AttentionBackend, device: str) -> bool:
+    return BACKENDS[name].any_device or name in FUSED_ATTENTION.get(device, ())
 
 
 def device_of(spec: RunSpec) -> str | None:
@@ -164,8 +166,8 @@ def describe_backend(spec: RunSpec) -> str:
 
 def _has_flash(spec: RunSpec) -> bool:
     """Return whether blocks have a flash kernel: on CPUs always, on GPUs in 16 bits."""
-    flash = BACKENDS["flash"]
-    if device_of(spec) not in flash.devices:
+    flash, device = BACKENDS["flash"], device_of(spec)
+    if device is None or not _runs_on("flash", device):
         return False
     fits = head_size(spec.model) <= (flash.head_sizes[1] or 0) and spec.precision.compute_dtype != "fp32"
-    return device_of(spec) == "cpu" or fits
+    return device == "cpu" or fits

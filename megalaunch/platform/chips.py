@@ -49,6 +49,11 @@ class ChipFacts:
     devices_per_node: int | None = None
     link_domain: int | None = None
 
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it runs libraries that are compiled for NVIDIA's GPUs; AMD's chips are cuda to torch too."""
+        return self.device == "cuda" and self.visible_devices_variable == "CUDA_VISIBLE_DEVICES"
+
 
 def _peaks(**teraflops: float) -> Mapping[str, float]:
     return MappingProxyType({name: value * _TERA for name, value in teraflops.items()})

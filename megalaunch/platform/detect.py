@@ -16,7 +16,7 @@ from megalaunch.platform.cgroups import free_disk, usable_cores, usable_memory
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.platforms import PlatformFacts
 from megalaunch.platform.plugins import PlatformError, all_platforms
-from megalaunch.platform.selection import count_devices, missing_package, requested_platform
+from megalaunch.platform.selection import count_devices, missing_devices, requested_platform
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def _select(root: Path, environ: Mapping[str, str]) -> tuple[Accelerators, str |
             return replace(found, notes=notes), None
     if asked is None or asked.facts is None:
         return Accelerators(None, 0, notes), None
-    reason = missing_package(asked.facts) or f"this machine shows no {asked.name} device"
-    return Accelerators(None, 0, notes), f"{asked.variable}={asked.name}: {reason}"
+    return Accelerators(None, 0, notes), f"{asked.variable}={asked.name}: {missing_devices(asked.facts)}"
 
 
 def _find_devices(facts: PlatformFacts, root: Path, environ: Mapping[str, str]) -> Accelerators:

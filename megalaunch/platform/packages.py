@@ -147,6 +147,13 @@ def lacks_expert_mesh() -> str | None:
     )
 
 
+def torch_build_fix(version: str) -> str:
+    """Return what to do about a torch of this version that finds no or too few GPUs of those that the driver has."""
+    if version.endswith("+cpu"):
+        return "install torch's CUDA build in place of its CPU build"
+    return "compare the driver's CUDA version (nvidia-smi) with torch's build"
+
+
 def installed_version(name: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:

@@ -66,5 +66,10 @@ _ROWS = (
     PlatformFacts("cpu", "gloo", f"{_ENGINE}.cpu:CpuPlatform", priority=0),
 )
 
+FUSED_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("flash",), "cuda": ("flash", "cudnn", "efficient", "flex")}
+)
+"""The values of model.attention_backend that name a fused kernel which torch has for a device type."""
+
 PLATFORMS: Mapping[str, PlatformFacts] = MappingProxyType({row.device: row for row in _ROWS})
 """The platforms of megalaunch by device type; `all_platforms` of plugins.py has those of other packages too."""

@@ -48,6 +48,16 @@ def missing_package(facts: PlatformFacts) -> str | None:
     return f"the package {facts.package}, which adds the device {facts.device} to torch, is not installed"
 
 
+def missing_devices(facts: PlatformFacts) -> str:
+    """Return why a machine has no device of a platform, as a clause: its package, or where devices were looked for."""
+    if (package := missing_package(facts)) is not None:
+        return package
+    if facts.device_nodes is None:
+        return f"torch finds no {facts.device} device"
+    hidden = f", or {facts.visible_devices_variable} hides all" if facts.visible_devices_variable else ""
+    return f"this machine shows no {facts.device} device: nothing in /dev matches {facts.device_nodes}{hidden}"
+
+
 def count_devices(facts: PlatformFacts, root: Path, environ: Mapping[str, str]) -> int:
     """Return the number of visible devices of a platform other than cuda and cpu; 0 without its package."""
     if missing_package(facts) is not None:

@@ -15,7 +15,7 @@ from megalaunch.plan.world import model_parallel_size, smallest_world, world_siz
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.plugins import find_platform
-from megalaunch.platform.selection import missing_package
+from megalaunch.platform.selection import missing_devices
 from megalaunch.schema import RunSpec
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ def refusal_text(findings: Sequence[Finding], composition: Composition, spec: Ru
     # As typed here, the command would take the devices of this machine.
     cluster = f" cluster.nodes={needed.nodes} cluster.devices_per_node={needed.devices_per_node}" if elsewhere else ""
     lacking = f"this run needs {needed_devices(elsewhere or spec)}; this machine has {present_devices(machine)}"
-    package = _missing_package(spec)
+    missing = _missing(spec, machine)
     lines = [
         f"error: {machine.problem or lacking}",
-        *([f"  missing: {package}"] if package and machine.problem is None else []),
+        *([f"  missing: {missing}"] if missing and machine.problem is None else []),
         f"  rehearse it here with small sizes:         {command} --rehearse",
         f"  prepare it for a machine with its devices: {command}{cluster} --prepare-only",
         f"  why:  megalaunch explain {MISSING}",
@@ -54,10 +54,11 @@ def refusal_text(findings: Sequence[Finding], composition: Composition, spec: Ru
     return "\n\n".join(["\n".join(lines), *map(finding_block, others)])
 
 
-def _missing_package(spec: RunSpec) -> str | None:
+def _missing(spec: RunSpec, machine: Machine) -> str | None:
+    """Return why a platform that another package adds to torch has no device here; None: it has, or torch has it."""
     chip = CHIPS.get(spec.platform.chip)
-    platform = None if chip is None else find_platform(chip.device)
-    return None if platform is None else missing_package(platform)
+    platform = None if chip is None or chip.device == machine.chip.device else find_platform(chip.device)
+    return None if platform is None or platform.package is None else missing_devices(platform)
 
 
 def run_elsewhere(composition: Composition, spec: RunSpec, machine: Machine) -> RunSpec | None:

@@ -54,6 +54,7 @@ def test_what_a_backend_does_not_compute_is_refused(case):
 
 
 def test_the_backends_of_a_device():
+    assert serving_backends("npu") == ("auto", "math")  # operator by operator: on every device
     assert serving_backends("cpu") == ("auto", "flash", "math")
     assert serving_backends("cuda") == ("auto", "flash", "cudnn", "efficient", "flex", "math")
 

@@ -226,8 +226,10 @@ def test_the_checker_lists_overrides_and_refuses_broken_ones(install):
 def test_the_highest_priority_is_used_and_listed(install):
     install(other="vendor.plugin:FIRST", vendor="vendor.plugin:TWICE")
     assert rms_norm(X, WEIGHT, 1e-5) is X
-    rows = {row["operator"]: row["implementation"] for row in build_report(detect_machine(), [])["operators"]}
+    report = build_report(detect_machine(), [])
+    rows = {row["operator"]: row["implementation"] for row in report["operators"]}
     assert rows["kernels.rms_norm.rms_norm, overridden"] == "vendor.norm:first (vendor 1.0)"
+    assert {row["platform"]: row["state"] for row in report["platforms"]}["cpu"] == "used; overrides: 2"
 
 
 @pytest.mark.parametrize(

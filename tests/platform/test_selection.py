@@ -12,6 +12,7 @@ from megalaunch.plan.resolve import machine_mismatch, resolve
 from megalaunch.platform import selection
 from megalaunch.platform.detect import detect_machine
 from megalaunch.platform.plugins import all_platforms
+from megalaunch.runs.missing_devices import refusal_text
 
 
 @pytest.fixture
@@ -60,8 +61,18 @@ def test_the_preferred_platform_of_a_machine(machine, nodes, packages, environ, 
             (),
             "MG_PLATFORM=txda: the package torch_txda, which adds the device txda to torch, is not installed",
         ),
-        ("musa", ("torch_musa",), "MG_PLATFORM=musa: this machine shows no musa device"),
-        ("cuda", (), "MG_PLATFORM=cuda: this machine shows no cuda device"),
+        (
+            "musa",
+            ("torch_musa",),
+            r"MG_PLATFORM=musa: this machine shows no musa device: nothing in /dev matches mthreads\d+|mtgpu\.\d+, or "
+            "MUSA_VISIBLE_DEVICES hides all",
+        ),
+        (
+            "cuda",
+            (),
+            r"MG_PLATFORM=cuda: this machine shows no cuda device: nothing in /dev matches nvidia\d+, or "
+            "CUDA_VISIBLE_DEVICES hides all",
+        ),
     ],
 )
 def test_a_choice_that_cannot_be_used_is_an_error_before_the_start(machine, name, packages, problem):
@@ -91,6 +102,9 @@ def test_a_chip_of_another_machine_names_the_missing_package(machine):
         "the run is for mtt_s5000, but this machine has no accelerator (cpu), and the package torch_musa, which adds "
         "the device musa to torch, is not installed"
     )
+    composition, here = composed("recipe=tiny", "platform=mtt_s5000"), machine((), ("torch_musa",))
+    text = refusal_text(machine_mismatch(spec, here), composition, spec, here)
+    assert "  missing: this machine shows no musa device: nothing in /dev matches mthreads" in text
     nodes = tuple(f"mthreads{index}" for index in range(8))
     assert machine_mismatch(spec, machine(nodes, ("torch_musa",))) == []  # no tool names the model
 

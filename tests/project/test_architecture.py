@@ -345,7 +345,10 @@ def test_names_of_devices_are_found(made_up):
         }
     )
     places = sorted(line.rpartition(": ")[0].partition(": ")[0] for line in rules.device_names(tree))
-    assert places == [*(f"megalaunch/engine/x.py:{line}" for line in (2, 3, 4)), "megalaunch/plan/x.py:2"]
+    assert places == [
+        *(f"megalaunch/engine/x.py:{line}" for line in (2, 3, 4)),
+        *(f"megalaunch/plan/x.py:{line}" for line in (1, 2)),
+    ]
 
 
 def test_grab_bags_are_found(made_up):

@@ -49,7 +49,9 @@ def contents(path: Path) -> dict[str, str]:
 
 def test_it_has_the_records_of_the_run_and_nothing_else(run, tmp_path):
     target = tmp_path / "report.tar.gz"
-    names = write_bundle(target, {"python": "3.11"}, run, {"NCCL_DEBUG": "INFO", "LANG": "C"})
+    names = write_bundle(
+        target, {"python": "3.11"}, run, {"NCCL_DEBUG": "INFO", "LANG": "C", "MUSA_LAUNCH_BLOCKING": "1"}
+    )
     found = contents(target)
     assert set(found) == set(names)
     assert set(found) == {
@@ -57,7 +59,7 @@ def test_it_has_the_records_of_the_run_and_nothing_else(run, tmp_path):
         "run/events.jsonl", "run/metrics.jsonl", "run/logs/rank_0.log",
     }  # fmt: skip
     assert json.loads(found["doctor.json"]) == {"python": "3.11"}
-    assert found["environment.txt"] == "NCCL_DEBUG=INFO\n"
+    assert found["environment.txt"] == "MUSA_LAUNCH_BLOCKING=1\nNCCL_DEBUG=INFO\n"
     assert "hydra-core==" in found["versions.txt"]
     assert found["run/spec.yaml"] == run.spec.read_text()
     assert found["run/metrics.jsonl"] == run.metrics.read_text()

@@ -366,20 +366,19 @@ DEVICE_ROOMS = ("platform", "engine.platform", "kernels", "importers", "engine.c
 
 
 def device_names(tree: Tree) -> Iterator[str]:
-    """`cuda` in a name, or in the engine in a string, outside the rooms of platforms: torch.cuda, "cuda", is_cuda."""
+    """`cuda` in a name or a string, outside the rooms of platforms: torch.cuda, "cuda", is_cuda."""
     for module in tree.modules.values():
         if _within(module.name, DEVICE_ROOMS):
             continue
-        prose = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+        prose = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}  # docstrings
         for node in ast.walk(module.tree):
             said = ""
             if isinstance(node, ast.Constant):
-                said = node.value if isinstance(node.value, str) and module.room == "engine" else ""
-                said = "" if id(node) in prose else said
+                said = node.value if isinstance(node.value, str) and id(node) not in prose else ""
             elif isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.alias)):
                 said = getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "name", "")
             if "cuda" in said.lower():
-                yield f"{module.path}:{node.lineno}: {said!r} names a kind of device; ask engine/platform"
+                yield f"{module.path}:{node.lineno}: {said!r} names a kind of device; ask a platform"
 
 
 def private_names(path: str, tree: ast.Module) -> Iterator[str]:

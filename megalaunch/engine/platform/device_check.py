@@ -77,7 +77,7 @@ def _process_group(platform: Platform, device: torch.device) -> str | None:
         return None
     dist.init_process_group(
         platform.facts.process_group_backend,
-        store=dist.HashStore(),
+        store=dist.HashStore(),  # type: ignore[attr-defined]
         rank=0,
         world_size=1,
         device_id=device if platform.binds_process_group else None,

@@ -155,11 +155,11 @@ PYTORCH_EAGER = replace(
     gated_traffic=Constant(_GATED, 29.0, "as SwiGLU"),
     launches=Constant(_LAUNCHES, 150.0, "counted"),
 )
-# llmq: C++ and CUDA on one device; its loss overwrites 16-bit logits with their gradients, in one kernel.
+# llmq: C++ on one NVIDIA GPU; its loss overwrites 16-bit logits with their gradients, in one kernel.
 LLMQ = replace(
     MEGATRON,
     name="llmq",
-    meaning="C++ and CUDA on one device: fused kernels, cuDNN attention, 16-bit logits overwritten by their gradients",
+    meaning="C++ on one NVIDIA GPU: fused kernels, cuDNN attention, 16-bit logits overwritten by their gradients",
     logit_traffic=Constant(_LOGIT, 6.0, "read twice and written once in 16 bits"),
 )
 

@@ -48,7 +48,7 @@ def backend_platform(at: RuleContext) -> Iterator[Violation]:
     if chosen is None or device is None:
         return
     name, facts = chosen
-    if device not in facts.devices:
+    if name not in serving_backends(device):
         why = "torch's FlexAttention has no backward pass on" if name == "flex" else f"{name} attention does not run on"
         yield Violation(_KEY, f"{why} {device}", {"device": device}, _other_backends(at))
         return

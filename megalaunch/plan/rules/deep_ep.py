@@ -35,7 +35,7 @@ def flex_needs_ranks(at: RuleContext) -> Iterator[Violation]:
 def flex_needs_gpu(at: RuleContext) -> Iterator[Violation]:
     """DeepEP is written for NVLink and NVSHMEM."""
     chip = CHIPS.get(at.spec.platform.chip)
-    fits = chip is None or chip.visible_devices_variable == "CUDA_VISIBLE_DEVICES"
+    fits = chip is None or chip.is_nvidia
     if _is_used(at) and not fits:
         yield Violation(
             "parallel.moe_token_dispatcher_type",

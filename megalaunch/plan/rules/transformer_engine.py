@@ -22,7 +22,7 @@ def _is_used(at: RuleContext) -> bool:
 def chip(at: RuleContext) -> Iterator[Violation]:
     """Its kernels are written in CUDA."""
     facts = CHIPS.get(at.spec.platform.chip)
-    if _is_used(at) and facts is not None and facts.visible_devices_variable != "CUDA_VISIBLE_DEVICES":
+    if _is_used(at) and facts is not None and not facts.is_nvidia:
         yield Violation(
             "precision.fp8.implementation",
             f"Transformer Engine has no kernels for {facts.name}",

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.fs import PRIVATE_MODE, open_file
+from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.platforms import PLATFORMS
+from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
 from megalaunch.runs.bundle.redact import REDACTED, is_secret_name, redact, secret_values
@@ -23,19 +26,17 @@ from megalaunch.runs.bundle.redact import REDACTED, is_secret_name, redact, secr
 MOST_BYTES = 2_000_000  # of a file: its end
 _MOST_LOGS = 64
 _VARIABLES = (
-    "CUDA",
     "GLOO",
     "HF_",
     "MASTER_",
     "MEGALAUNCH",
     "MG_",
-    "NCCL",
     "OMP_",
     "PYTORCH",
     "SLURM",
     "TORCH",
     "TRITON",
-)
+)  # and those of devices, `_device_variables`
 
 
 def write_bundle(
@@ -96,12 +97,23 @@ def _versions() -> str:
     return "\n".join(sorted(lines, key=str.lower)) + "\n"
 
 
+def _device_variables() -> tuple[str, ...]:
+    """Return how the variables of devices and their process groups start: CUDA, NCCL, and those of other platforms."""
+    try:
+        chips: list[ChipFacts] = list(CHIPS.values())
+    except PlatformError:  # of a broken package, which the report names
+        chips = [CHIPS[name] for name in PLATFORMS]
+    visible = {(chip.visible_devices_variable or "").partition("_")[0] for chip in chips}
+    return tuple(sorted((visible | {chip.communication.upper() for chip in chips}) - {""}))
+
+
 def _variables(environment: Mapping[str, str]) -> str:
     """Return the variables that change how a run starts."""
+    starts = (*_VARIABLES, *_device_variables())
     lines = [
         f"{name}={REDACTED if is_secret_name(name) else value}"
         for name, value in sorted(environment.items())
-        if name.startswith(_VARIABLES)
+        if name.startswith(starts)
     ]
     return "\n".join([*lines, ""])
 
