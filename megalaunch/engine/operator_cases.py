@@ -5,8 +5,9 @@ The check (operator_check.py) compares values and gradients on a device with tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_ref
 from megalaunch.kernels.overridable import target_name
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
 from megalaunch.kernels.swiglu import swiglu, swiglu_reference
+from megalaunch.schema.model import GATED, Activation
 from megalaunch.schema.moe import RouterDtype
 from megalaunch.schema.optimizer import OptimizerSpec
 
@@ -81,6 +83,7 @@ class Case:
         module: Builds the module on meta; None: a function.
         differentiable: Whether the outputs have gradients.
         always: Whether it is checked also where nothing replaces it: a part of another case need not be.
+        variant: Settings of the module that change what it computes, where it has several cases.
     """
 
     target: Callable[..., Any]
@@ -91,11 +94,17 @@ class Case:
     module: Callable[[torch.dtype], nn.Module] | None = None
     differentiable: bool = True
     always: bool = True
+    variant: str = ""
 
     @property
     def name(self) -> str:
         """The target's name below megalaunch."""
         return target_name(self.target)
+
+    @property
+    def label(self) -> str:
+        """The name, with the variant."""
+        return f"{self.name} ({self.variant})" if self.variant else self.name
 
 
 def _function(
@@ -120,8 +129,10 @@ def _module(
     call: Callable[..., Outputs],
     *shapes: tuple[int, ...],
     others: tuple[object, ...] = (),
+    variant: str = "",
 ) -> Case:
-    return Case(target, call, call, shapes, others, build, always=isinstance(target, type))
+    always = isinstance(target, type) and not variant
+    return Case(target, call, call, shapes, others, build, always=always, variant=variant)
 
 
 def _attend(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -155,10 +166,39 @@ def _router(dtype: torch.dtype) -> nn.Module:
     return Router(_HIDDEN, config)
 
 
-def _activate(module: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+def _activate(module: nn.Module, *entered: Tensor) -> Tensor:
     block: Any = module
-    activated: Tensor = block.activation(gate, up)
+    activated: Tensor = block.activation(*entered)
     return activated
+
+
+def _call(module: nn.Module, *inputs: Tensor) -> Tensor:
+    output: Tensor = module(*inputs)
+    return output
+
+
+def _norms(target: Callable[..., Any]) -> Iterator[Case]:
+    """Yield the cases of a norm: an override has to mind each of these settings."""
+    layer, zero_centered = replace(_NORM, layer=True), replace(_NORM, zero_centered_gamma=True)
+    for variant, config in (("", _NORM), ("LayerNorm", layer), ("zero-centered", zero_centered)):
+        yield _module(target, partial(_build_norm, config), _call, _X, variant=variant)
+
+
+def _build_norm(config: NormConfig, _: torch.dtype) -> nn.Module:
+    return Norm(_HIDDEN, config)
+
+
+def _mlps(target: Callable[..., Any], call: Callable[..., Outputs], whole: bool) -> Iterator[Case]:
+    """Yield the cases of an MLP, or of its activation alone: gated or not, it depends on model.activation."""
+    kinds: tuple[Activation, ...] = ("swiglu", "geglu", "gelu")
+    for name in kinds:
+        shapes = (_X,) if whole or name not in GATED else (_X, _X)
+        build = partial(_build_mlp, MLPConfig(width=_WIDTH, activation=name))
+        yield _module(target, build, call, *shapes, variant="" if name == "swiglu" else name)
+
+
+def _build_mlp(config: MLPConfig, _: torch.dtype) -> nn.Module:
+    return MLP(_HIDDEN, config)
 
 
 def _update(parameter: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -177,11 +217,6 @@ _X = (2, _TOKENS, _HIDDEN)
 _MASK = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril() & ~torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril(-9)
 
 
-def _call(module: nn.Module, *inputs: Tensor) -> Tensor:
-    output: Tensor = module(*inputs)
-    return output
-
-
 CASES: tuple[Case, ...] = (
     _function(rms_norm, rms_norm_reference, ((3, 5, 64), (64,)), 1e-5),
     _function(swiglu, swiglu_reference, ((3, 5, 64), (3, 5, 64))),
@@ -193,13 +228,13 @@ CASES: tuple[Case, ...] = (
     _function(score_experts, None, ((12, 8),), "sigmoid"),
     _function(top_k_stable, None, ((12, 8),), 2, differentiable=False),
     _function(orthogonalize, None, ((24, 16),), 2, differentiable=False),
-    _module(Norm, lambda _: Norm(_HIDDEN, _NORM), _call, _X),
-    _module(Norm.normalize, lambda _: Norm(_HIDDEN, _NORM), _call, _X),
+    *_norms(Norm),
+    *_norms(Norm.normalize),
     _module(Attention, lambda _: Attention(_HIDDEN, _ATTENTION, _NORM), _attend, _X, others=_rotation(16)),
     _module(SelfAttention.core_attention, lambda _: SelfAttention(_ATTENTION, NO_TP), _core, *_QKV),
     _module(LatentAttention, lambda _: LatentAttention(_HIDDEN, _LATENT, _NORM), _attend, _X, others=_rotation(8)),
-    _module(MLP, lambda _: MLP(_HIDDEN, MLPConfig(width=_WIDTH)), _call, _X),
-    _module(MLP.activation, lambda _: MLP(_HIDDEN, MLPConfig(width=_WIDTH)), _activate, _X, _X),
+    *_mlps(MLP, _call, whole=True),
+    *_mlps(MLP.activation, _activate, whole=False),
     _module(Router, _router, _route, (12, _HIDDEN)),
     _module(
         Experts,

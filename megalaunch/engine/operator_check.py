@@ -28,7 +28,7 @@ class OperatorCheck:
     """One operator in one dtype. Errors are shares of the largest value of the reference; NaN where a value is NaN.
 
     Attributes:
-        operator: Its name below megalaunch.
+        operator: Its name below megalaunch, and in brackets the settings that differ from the usual ones.
         implementation: The override, or "megalaunch".
         dtype: "float32" or "bfloat16".
         forward: The error of the output.
@@ -75,7 +75,7 @@ def check_operators(platform: Platform) -> Iterator[OperatorCheck]:
                 except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
                     errors, problem = (float("nan"), float("nan")), f"{type(error).__name__}: {error}"
                 used = "megalaunch" if row is None else str(row)
-                yield OperatorCheck(case.name, used, str(dtype).removeprefix("torch."), *errors, limit, problem)
+                yield OperatorCheck(case.label, used, str(dtype).removeprefix("torch."), *errors, limit, problem)
 
 
 @dataclass(frozen=True)

@@ -205,14 +205,14 @@ def _check_source(row: Override) -> None:
     """Raise OverrideError for an implementation whose source shows that it cannot be used."""
     where = f"{row}, which replaces {row.target} on {row.platform},"
     try:
-        misfit = find_misfit(row.implementation, _place(row.target))
+        misfit = find_misfit(row.implementation, place_of(row.target))
     except SourceError as error:
         raise OverrideError(f"{where} cannot be imported: {error}") from error
     if misfit is not None:
         raise OverrideError(f"{where} {misfit[0]}", misfit[1])
 
 
-def _place(target: str) -> str:
+def place_of(target: str) -> str:
     """Return a target as "module:name", or "module:Class.name"."""
     names = target.split(".")
     split = -2 if OVERRIDABLE[target] == "method" else -1

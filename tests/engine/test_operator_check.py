@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 from megalaunch.engine import api
 from megalaunch.engine.operator_check import check_operators
+from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.platform.cpu import CpuPlatform
 from megalaunch.engine.platform.device_check import check_device
 from megalaunch.engine.platform.registry import get_platform
 from megalaunch.kernels import overridable
 from megalaunch.kernels.overridable import reference
+from megalaunch.kernels.rms_norm import rms_norm_reference
 from megalaunch.platform import overrides
 from megalaunch.platform.overrides import OVERRIDABLE, Override
 from megalaunch.platform.platforms import PLATFORMS
@@ -59,14 +61,28 @@ def test_an_override_of_anything_that_computes_the_same_is_right(replace_all):
     replace_all(OVERRIDABLE)
     found = list(check_operators(get_platform("cpu")))
     assert [(one.operator, one.problem) for one in found if not one.passed] == []
-    assert {one.operator for one in found if one.implementation.startswith("vendor_of_all:")} == set(OVERRIDABLE)
+    replaced = {one.operator for one in found if one.implementation.startswith("vendor_of_all:")}
+    assert {operator.partition(" (")[0] for operator in replaced} == set(OVERRIDABLE)
+    assert {"engine.model.layers.Norm (zero-centered)", "engine.model.mlp.MLP.activation (gelu)"} <= replaced
 
 
 def test_a_method_that_loses_a_gradient_is_wrong(replace_all):
     methods = [target for target, kind in OVERRIDABLE.items() if kind == "method"]
     replace_all(methods, lambda result: result.detach() + 0 * result)
     wrong = {one.operator for one in check_operators(get_platform("cpu")) if not one.passed}
-    assert wrong == set(methods)
+    assert {operator.partition(" (")[0] for operator in wrong} == set(methods)
+
+
+def test_a_norm_that_forgets_a_setting_is_wrong(replace_all, monkeypatch):
+    replace_all(["engine.model.layers.Norm.normalize"])
+    name = "engine_model_layers_Norm_normalize"
+    monkeypatch.setattr(sys.modules["vendor_of_all"], name, plain_rms_norm)
+    wrong = {one.operator for one in check_operators(get_platform("cpu")) if not one.passed}
+    assert wrong == {f"engine.model.layers.Norm.normalize ({variant})" for variant in ("LayerNorm", "zero-centered")}
+
+
+def plain_rms_norm(self, x):
+    return rms_norm_reference(x, local_param(self.weight), self.config.epsilon)
 
 
 class BrokenPlatform(CpuPlatform):

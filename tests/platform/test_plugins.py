@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+
+from megalaunch.platform.overrides import OVERRIDABLE, place_of
+from megalaunch.platform.plugin_sources import find_definition
 
 PLUGIN = re.search(r"```python\n(.*?)```", (ROOT / "docs/platforms.md").read_text(), re.DOTALL)[1]
 OTHERS = """
@@ -72,6 +76,21 @@ def _run(site: Path) -> list[object]:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_the_page_names_what_can_be_replaced_with_its_parameters():
+    listed = re.findall(r"`((?:kernels|engine)\.[\w.]+)(\(.*?\))?`(?= \||,)", (ROOT / "docs/platforms.md").read_text())
+    for target, kind in OVERRIDABLE.items():
+        (parameters,) = {given for name, given in listed if name == target}
+        arguments = find_definition(place_of(target)).args if kind != "class" else None
+        assert kind == "class" or parameters == f"({_names(arguments)})", target
+
+
+def _names(arguments: ast.arguments) -> str:
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(arguments)
 
 
 def test_a_package_adds_a_platform_and_a_chip(installed):
