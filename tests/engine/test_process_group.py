@@ -1,5 +1,6 @@
 """Joining: a device that one worker lacks is known to all of them before any backend waits for it."""
 
+import json
 import os
 from dataclasses import replace
 from threading import Thread
@@ -11,6 +12,7 @@ from forked_ranks import run_ranks
 from oracle import small_spec
 
 from megalaunch.engine import process_group, train_rank
+from megalaunch.engine.platform import load_plugins
 from megalaunch.engine.platform.platform import Platform
 from megalaunch.engine.process_group import broadcast_first_error, local_device
 from megalaunch.engine.run_end import RankError, RunEnd
@@ -68,15 +70,18 @@ def test_a_broken_override_ends_the_run_before_it_starts(monkeypatch):
     assert problem == RankError(ExitCode.CONFIGURATION, "vendor.norm:rms_norm cannot be imported on cpu; repair it")
 
 
-def test_a_platform_that_names_what_its_device_lacks_ends_the_run_before_it_starts(monkeypatch):
+def test_a_platform_that_names_what_its_device_lacks_ends_the_run_before_it_starts(monkeypatch, capsys):
     class WarpPlatform(Platform):
         in_device_module = frozenset({"max_memory_allocated"})
 
     monkeypatch.setattr(process_group, "get_platform", lambda device: WarpPlatform(PLATFORMS["cpu"]))
+    monkeypatch.setattr(load_plugins, "get_platform", lambda device: WarpPlatform(PLATFORMS["cpu"]))
     _, problem = local_device(small_spec())
     assert problem.exit_code == ExitCode.CONFIGURATION
     assert problem.reason.startswith("torch has no max_memory_allocated, which ")
     assert problem.reason.endswith("in_device_module; add it there, or override max_memory_allocated in that class")
+    load_plugins.main("cpu")  # what the doctor runs
+    assert json.loads(capsys.readouterr().out)["problem"].startswith("torch has no max_memory_allocated, which ")
 
 
 def test_a_chip_whose_package_a_node_lacks_ends_the_run_before_it_starts():

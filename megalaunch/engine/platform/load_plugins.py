@@ -19,7 +19,7 @@ def main(device_type: str) -> None:
     """Print one line of JSON: null, or cause and fix of the first problem."""
     problem = None
     try:
-        get_platform(device_type)
+        get_platform(device_type).unusable()  # imports its package; a missing device is no fault of it
         load_overrides(device_type)
     except PlatformError as error:
         problem = {"problem": error.cause, "fix": error.fix}
