@@ -62,8 +62,7 @@ from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.tp_region import NO_TP
-from megalaunch.engine.param_layout import local_param
-from megalaunch.kernels.rms_norm import rms_norm_reference
+from megalaunch.kernels.overridable import reference
 
 class WrongMLP(MLP):
     def project_down(self, activated):
@@ -75,7 +74,7 @@ class OtherAttention(Attention):
         del self.k_proj
 
 def normalize(self, x):
-    return rms_norm_reference(x, local_param(self.weight), self.config.epsilon)
+    return reference("engine.model.layers.Norm.normalize")(self, x)
 """
 
 
@@ -105,6 +104,8 @@ def test_right_operators_pass(tmp_path, entry):
         (
             "WRONG_CLASS",
             "wrong: engine.model.attention.attention.Attention by vendor.modules:OtherAttention (vendor 1.0), "
+            "engine.model.mlp.MLP (geglu) by vendor.modules:WrongMLP (vendor 1.0), "
+            "engine.model.mlp.MLP (gelu) by vendor.modules:WrongMLP (vendor 1.0), "
             "engine.model.mlp.MLP by vendor.modules:WrongMLP (vendor 1.0)\n",
         ),
     ],
