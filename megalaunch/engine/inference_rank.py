@@ -33,7 +33,6 @@ from megalaunch.engine.inference.request import generate_with, length_note, toke
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.run_end import RankError, RunEnd
@@ -65,7 +64,7 @@ def answer_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLo
     try:
         source = _open_source_on_all_ranks(path)
         load_pretrained(path, spec.model, model)
-        broadcast_embedding(model, mesh)
+        model.copy_embedding()
         record.phase("answering")
         job = read_job(directory)
         if job.no_bos:

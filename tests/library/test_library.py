@@ -66,12 +66,19 @@ def test_every_public_name_exists_and_is_documented() -> None:
         ml.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("layout", [(), ("parallel=tp2pp2",)], ids=["one process", "tp2 pp2"])
-def test_the_loop_of_the_docs_is_that_of_the_engine(layout: tuple[str, ...], tmp_path: Path) -> None:
+LOOPS = {
+    "one process": ((), 1),
+    "tp2 pp2": (("parallel=tp2pp2",), 4),
+    "pp2, tied embeddings": (("parallel=pp2", "model.tie_word_embeddings=true"), 2),
+}
+
+
+@pytest.mark.parametrize(("layout", "world"), list(LOOPS.values()), ids=list(LOOPS))
+def test_the_loop_of_the_docs_is_that_of_the_engine(layout: tuple[str, ...], world: int, tmp_path: Path) -> None:
     """The losses of the example equal those of the engine's own step; its checkpoint is read under another layout."""
-    world = 4 if layout else 1
+    model = [word for word in layout if word.startswith("model.")]
     spec = replace_vocabulary(resolved(*TINY, *layout, f"cluster.devices_per_node={world}")[0])
-    one = replace_vocabulary(resolved(*TINY, "cluster.devices_per_node=1")[0])
+    one = replace_vocabulary(resolved(*TINY, *model, "cluster.devices_per_node=1")[0])
     losses = run_ranks(world, example("training_loop").train, spec, tmp_path / "saved", timeout=120)
     assert all(theirs == losses[0] for theirs in losses)
     expected = run_ranks(1, engine_losses, one, timeout=120)[0]
@@ -80,6 +87,20 @@ def test_the_loop_of_the_docs_is_that_of_the_engine(layout: tuple[str, ...], tmp
     assert run_ranks(1, next_loss, one, tmp_path / "saved", timeout=120) == run_ranks(
         1, next_loss, one, tmp_path / "saved", timeout=120
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"precision__compute_dtype": "fp16"}, "precision.compute_dtype=fp16"),
+        ({"batch__rampup_batch_size": "0:4 1K:8"}, "batch.rampup_batch_size"),
+        ({"model__moe": {"num_experts": 4, "balance_bias": True}}, "model.moe.balance_bias"),
+    ],
+)
+def test_separate_pieces_refuse_what_they_would_leave_out(values: dict[str, object], named: str) -> None:
+    spec = small_spec(**values)
+    with pytest.raises(ValueError, match=f"{named}: a step of separate pieces leaves this out; run the step by"):
+        _in_one_process(lambda mesh: ml.reduce_gradients(spec, mesh, ml.ModelParts()), spec)
 
 
 def replace_vocabulary(spec: ml.RunSpec) -> ml.RunSpec:

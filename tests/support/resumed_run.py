@@ -13,7 +13,6 @@ from megalaunch.engine.checkpoint.async_save import PinnedStaging
 from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.optimizer.optimizer import Optimizer
-from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
 from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
@@ -83,5 +82,5 @@ def loaded(spec: RunSpec, checkpoint: Path) -> Numbers:
     """Load into a model that has no weights yet, and go on."""
     run = Run(spec, loads=True)
     assert restore_run(checkpoint, spec.model, run.model, run.optimizer).step == SAVED
-    broadcast_embedding(run.model, run.mesh)
+    run.model.copy_embedding()
     return run.after()

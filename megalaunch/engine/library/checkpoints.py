@@ -12,7 +12,6 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
-from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.train.checkpointer import restore_run, save_state, state_tensors
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.fs import write_file_atomically
@@ -45,5 +44,5 @@ def load(directory: Path, spec: RunSpec, mesh: Mesh, model: ModelParts, optimize
         CheckpointError: The same on every rank: it lists every difference between checkpoint and model.
     """
     progress = restore_run(directory, spec.model, model, optimizer)
-    broadcast_embedding(model, mesh)
+    model.copy_embedding()
     return progress

@@ -39,7 +39,11 @@ def reduce_gradients(spec: RunSpec, mesh: Mesh, model: ModelParts) -> float:
     """Sum the gradients that are still partial over tp and pp, in place; return the norm of all gradients. Collective.
 
     Those over data-parallel and context-parallel ranks were reduced in the backward pass.
+
+    Raises:
+        ValueError: The spec has settings whose steps only `TrainStep` makes.
     """
+    _require_plain_step(spec)
     finalize_grads(model, mesh, bool(spec.parallel.sequence_parallel))
     squared_norm = local_grad_norm_sq(model.parameters()).to(mesh.device)
     dist.all_reduce(squared_norm)
@@ -51,3 +55,19 @@ def mean_loss(losses: Tensor, mesh: Mesh) -> float:
     total = losses[:, 0].detach().double().sum() * float(mesh.is_loss_rank)
     dist.all_reduce(total)
     return total.item()
+
+
+def _require_plain_step(spec: RunSpec) -> None:
+    """Refuse settings that a loop of these pieces would leave out without a sign."""
+    precision, moe = spec.precision, spec.model.moe
+    settings = {
+        f"precision.compute_dtype={precision.compute_dtype}": precision.compute_dtype in ("fp16", "fp8"),
+        "batch.rampup_batch_size": spec.batch.rampup_batch_size is not None,
+        "model.moe.balance_bias": moe.balance_bias,
+        "model.moe.balance_loss=global": moe.num_experts is not None and moe.balance_loss == "global",
+    }
+    found = [name for name, is_set in settings.items() if is_set]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: a step of separate pieces leaves this out; run the step by megalaunch.TrainStep"
+        )

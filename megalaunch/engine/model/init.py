@@ -13,7 +13,10 @@ from megalaunch.engine.model.param_init import declared_inits
 
 @torch.no_grad()
 def init_weights(model: Decoder | ModelParts, seed: int) -> None:
-    """Initialise every parameter of a model in place, sharded or not. The model must be off the meta device."""
+    """Initialise every parameter of a model in place, sharded or not. Collective over pipeline stages.
+
+    The values do not depend on the layout. The model must be off the meta device.
+    """
     parts = model.parts if isinstance(model, ModelParts) else (model,)
     declared = {name: init for part in parts for name, init in declared_inits(part).items()}
     for name, parameter in model.named_parameters():
@@ -23,3 +26,5 @@ def init_weights(model: Decoder | ModelParts, seed: int) -> None:
         drawn = max(0, min(count, shape[0] - first))  # the vocabulary's padding rows are zeros
         own[drawn:].zero_()
         init_slice(own[:drawn], [(first, drawn), *rest], name, shape, model.config, seed, declared.get(name))
+    if isinstance(model, ModelParts):
+        model.copy_embedding()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -19,10 +19,16 @@ class ModelParts:
     Args:
         parts: The stages of this rank.
         copy_ranks: For every stage that holds a copy of the embedding, in order, its pp rank.
+        copy_embedding: Copies the embedding's weight to `embedding_copies`; None: all are on this rank, and tied.
     """
 
-    def __init__(self, *parts: Decoder, copy_ranks: Sequence[int] = ()) -> None:
-        self.parts, self.copy_ranks = parts, copy_ranks
+    def __init__(
+        self,
+        *parts: Decoder,
+        copy_ranks: Sequence[int] = (),
+        copy_embedding: Callable[[ModelParts], None] | None = None,
+    ) -> None:
+        self.parts, self.copy_ranks, self._copy_embedding = parts, copy_ranks, copy_embedding
 
     @property
     def config(self) -> DecoderConfig:
@@ -45,6 +51,11 @@ class ModelParts:
             elif self.config.tie_word_embeddings and part.head is not None:
                 copies.append(part.head.weight)
         return copies
+
+    def copy_embedding(self) -> None:
+        """Copy the embedding's weight to its copies, after weights have changed. Collective over pp."""
+        if self._copy_embedding is not None:
+            self._copy_embedding(self)
 
     def set_true_vocab_size(self, num_tokens: int) -> None:
         """Set the number of real tokens: losses treat all further vocabulary rows as padding."""

@@ -43,7 +43,7 @@ class Optimizer:
     def __init__(
         self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec, host: HostCopies | None = None
     ) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._model, self._parameters = model, dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
         self._state_dtype = moment_dtype(precision)
         # A pipeline stage may have no parameters, and then builds nothing.
@@ -62,7 +62,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: float = 1.0, embedding_lr: float | None = None) -> None:
-        """Update the parameters with gradients / divisor, then drop the gradients.
+        """Update the parameters with gradients / divisor, and drop the gradients. Collective over pipeline stages.
 
         Args:
             learning_rate: Learning rate of this update.
@@ -90,6 +90,7 @@ class Optimizer:
             self._update_on_host(group.rule, make_update, trained)
         if self._host is not None:
             self._host.finish()
+        self._model.copy_embedding()
         self.drop_grads()
 
     def _trained(self, group: _Group, *, offloaded: bool) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,8 @@ def parallelize_decoder(
         precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)
         apply_fsdp(part, mesh, spec.parallel, precision, reduce)
         parts.append(part)
-    return ModelParts(*parts, copy_ranks=embedding_copy_ranks(spec))
+    copy_embedding = partial(broadcast_embedding, mesh=mesh)
+    return ModelParts(*parts, copy_ranks=embedding_copy_ranks(spec), copy_embedding=copy_embedding)
 
 
 def _set_dtype(part: nn.Module, dtype: torch.dtype) -> None:
@@ -148,17 +150,11 @@ def materialize(model: ModelParts, mesh: Mesh) -> None:
             module.previous_load_E = torch.zeros_like(module.previous_load_E, device=mesh.device)
 
 
-def initialize_weights(model: ModelParts, mesh: Mesh, seed: int) -> None:
-    """Draw the initial weights, which do not depend on the layout, and copy a tied embedding to the head's stage."""
-    init_weights(model, seed)
-    broadcast_embedding(model, mesh)
-
-
 def build_sharded_model(spec: RunSpec, mesh: Mesh, modules: LayerModules = STANDARD_MODULES) -> ModelParts:
     """Parallelize, materialize and initialize the model of a run. Collective."""
     model = parallelize_decoder(spec, mesh, modules=modules)
     materialize(model, mesh)
-    initialize_weights(model, mesh, spec.train.seed)
+    init_weights(model, spec.train.seed)
     return model
 
 

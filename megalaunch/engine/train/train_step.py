@@ -26,7 +26,6 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
 from megalaunch.engine.optimizer.learning_rate import learning_rate
 from megalaunch.engine.optimizer.optimizer import Optimizer
-from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
 from megalaunch.engine.parallel.float8 import begin_float8_step, end_float8_step, update_float8_scales
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.loss_scale import UpdateState
@@ -189,7 +188,6 @@ class TrainStep:
             return
         divisor = clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor
         self._optimizer.step(rate, divisor, embedding_lr)
-        broadcast_embedding(self._model, self._mesh)
         update_float8_scales(self._model)
 
     def _learning_rates(self, update: int) -> tuple[float, float | None]:

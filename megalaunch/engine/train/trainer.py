@@ -21,10 +21,10 @@ from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.step_profiler import StepProfiler
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
-from megalaunch.engine.parallel.embedding_copies import broadcast_embedding
-from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
+from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.bad_steps import HISTORY, BadStep, LeftOutBatches, LossHistory
@@ -192,7 +192,7 @@ class Trainer:
         self._saver.saved = checkpoint
         self._record.phase("loading")
         self._progress = restore_run(checkpoint, self._spec.model, self._state.model, self._state.optimizer)
-        broadcast_embedding(self._state.model, self._mesh)
+        self._state.model.copy_embedding()
 
     def _restore_records(self) -> None:
         """Drop the metrics of later steps, and take from the others what the loop remembers."""
@@ -208,20 +208,20 @@ class Trainer:
         num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
         save_source_files(source, self._directory, num_tokens)
         self._progress = restore_run(source, self._spec.model, self._state.model, self._state.optimizer)
-        broadcast_embedding(self._state.model, self._mesh)
+        self._state.model.copy_embedding()
         self._record.event("resumed", step=self.step, checkpoint=str(source))
 
     def _load_initial_weights(self) -> None:
         """Load `checkpoint.load_pretrained` if it is set, else initialize the weights from `train.seed`."""
         source = self._spec.checkpoint.load_pretrained
         if source is None:
-            initialize_weights(self._state.model, self._mesh, self._spec.train.seed)
+            init_weights(self._state.model, self._spec.train.seed)
             return
         self._record.phase("loading")
         num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
         save_source_files(Path(source).expanduser(), self._directory, num_tokens)
         load_pretrained(Path(source).expanduser(), self._spec.model, self._state.model)
-        broadcast_embedding(self._state.model, self._mesh)
+        self._state.model.copy_embedding()
         self._record.event("note", message=f"begins with the weights of {source}")
         reading = run_on_rank0(partial(describe_verification, Path(source).expanduser()))
         if reading is not None:

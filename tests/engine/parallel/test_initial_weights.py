@@ -78,7 +78,7 @@ def test_nothing_is_drawn_before_a_checkpoint_is_loaded(tmp_path: Path, monkeypa
     def refused(*args: Any) -> None:
         raise AssertionError("weights are drawn, though a checkpoint has them")
 
-    monkeypatch.setattr(trainer, "initialize_weights", refused)
+    monkeypatch.setattr(trainer, "init_weights", refused)
     monkeypatch.setattr(drawing, "fill_normal", refused)
     assert "after step 3" in run_loop(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "run").reason
     beside = with_values(spec, {"train.exit_at_step": 1, "checkpoint.load_pretrained": str(tmp_path / "run")})

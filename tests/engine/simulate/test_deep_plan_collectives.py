@@ -12,8 +12,9 @@ from oracle import small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.optimizer.optimizer import Optimizer
-from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
+from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.simulate.comm_tracker import CommTracker
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
@@ -31,7 +32,7 @@ def _on_gloo(spec: RunSpec) -> Rows:
     names, ledger = GroupNames(mesh.topology, mesh.rank), CommTracker(moment)
     model = parallelize_decoder(spec, mesh, moment)
     materialize(model, mesh)
-    initialize_weights(model, mesh, spec.train.seed)
+    init_weights(model, spec.train.seed)
     step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer, spec.precision), moment)
     for number in (1, 2):
         ledger.clear()
