@@ -64,7 +64,8 @@ class GainBlock(nn.TransformerBlock):
     ) -> Tensor:
         attended = self.attention(self.attention_norm(x_BSH), rotation, attend, None, dropout_masks.attention_seeds)
         x_BSH = x_BSH + nn.local_param(self.attention_gain) * attended
-        return x_BSH + nn.local_param(self.mlp_gain) * self.mlp(self.mlp_norm(x_BSH))
+        fed: Tensor = self.mlp(self.mlp_norm(x_BSH))
+        return x_BSH + nn.local_param(self.mlp_gain) * fed
 
 
 MODULES = nn.LayerModules(block=GainBlock)

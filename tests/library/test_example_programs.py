@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -20,24 +22,33 @@ SMALL = ("recipe=tiny", "train.steps=3", "batch.sequence_length=32", "batch.glob
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which pip installed the wheel: in front of the checkout on sys.path."""
+    """The Python of an environment that has the wheel, and all else from this one; the checkout is not on its path."""
     folder = tmp_path_factory.mktemp("wheel")
     build = ["-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder / "dist"), str(ROOT)]
     subprocess.run([sys.executable, *build], check=True, capture_output=True, timeout=300)
-    install = ["-m", "pip", "install", "--no-deps", "--target", str(folder / "site")]
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv/bin/python"
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "venv")}))
+    # The .pth files there, one of which names the checkout, are not read in a folder that a .pth file adds.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     wheel = next((folder / "dist").glob("*.whl"))
-    subprocess.run([sys.executable, *install, str(wheel)], check=True, capture_output=True, timeout=300)
-    return folder / "site"
+    install = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet", str(wheel)]
+    subprocess.run([sys.executable, *install], check=True, capture_output=True, timeout=300)
+    where = "import sys, megalaunch; print(megalaunch.__file__, *sys.path, sep='\\n')"
+    found = subprocess.run([python, "-c", where], capture_output=True, text=True, cwd=folder, check=True, timeout=60)
+    module, *path = found.stdout.splitlines()
+    assert module == str(site / "megalaunch/__init__.py")
+    assert (site / "megalaunch/py.typed").exists()
+    assert str(ROOT) not in path
+    return python
 
 
-def start(program: str, *arguments: str, processes: int, folder: Path, site: Path) -> list[float]:
+def start(program: str, *arguments: str, processes: int, folder: Path, python: Path) -> list[float]:
     """The losses that a program prints, a copy outside the checkout started by torchrun."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
-    where = [sys.executable, "-c", "import megalaunch; print(megalaunch.__file__)"]
-    found = subprocess.run(where, capture_output=True, text=True, cwd=folder, env=environ, check=True).stdout.strip()
-    assert found == str(site / "megalaunch/__init__.py")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ.pop("PYTHONPATH", None)
     shutil.copy(ROOT / "docs" / "examples" / program, folder)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command = [str(python), "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", program]
     done = subprocess.run(
         [*command, *arguments],
@@ -57,13 +68,13 @@ def start(program: str, *arguments: str, processes: int, folder: Path, site: Pat
 
 @pytest.mark.slow
 def test_the_training_loop_starts_under_torchrun_and_saves(tmp_path: Path, installed: Path) -> None:
-    start("training_loop.py", *SMALL, "parallel=tp2", "train.steps=3", processes=2, folder=tmp_path, site=installed)
+    start("training_loop.py", *SMALL, "parallel=tp2", "train.steps=3", processes=2, folder=tmp_path, python=installed)
     assert json.loads((tmp_path / "checkpoints" / "step-3" / "position.json").read_text())["step"] == 3
 
 
 @pytest.mark.slow
 def test_the_own_block_starts_under_torchrun(tmp_path: Path, installed: Path) -> None:
-    start("own_block.py", *SMALL, "parallel=tp2pp2", processes=4, folder=tmp_path, site=installed)
+    start("own_block.py", *SMALL, "parallel=tp2pp2", processes=4, folder=tmp_path, python=installed)
 
 
 @pytest.mark.slow
@@ -83,5 +94,5 @@ def test_own_data_starts_under_torchrun(tmp_path: Path, installed: Path) -> None
         "parallel=tp2",
         processes=2,
         folder=tmp_path,
-        site=installed,
+        python=installed,
     )
