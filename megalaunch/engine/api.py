@@ -39,6 +39,7 @@ from megalaunch.schema import RunSpec
 if TYPE_CHECKING:
     from megalaunch.engine.inference.perplexity import Score as Score
     from megalaunch.engine.lm_eval_adapter import TaskScore as TaskScore
+    from megalaunch.engine.model.layer_modules import LayerModules
     from megalaunch.engine.operator_check import OperatorCheck as OperatorCheck
     from megalaunch.engine.platform.device_check import DeviceCheck as DeviceCheck
 
@@ -86,12 +87,13 @@ __all__ = [
 _WORTH_THREADS = 20_000_000  # parameters; one thread reads this many in about 10 ms
 
 
-def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
+def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules | None = None) -> DeepPlan:
     """Simulate one training step of one rank on fake tensors; return its memory and its collectives.
 
     Args:
         spec: A resolved run spec.
         rank: The global rank; None: the first rank of the pipeline stage that uses the most memory.
+        modules: The modules of a layer that replace the standard ones; None: none.
 
     Raises:
         ValueError: The rank is outside the world, or the engine does not support a setting.
@@ -99,7 +101,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     """
     from megalaunch.engine.simulate.deep_plan import deep_plan as planned  # late: generation needs no DTensor
 
-    return planned(spec, rank)
+    return planned(spec, rank) if modules is None else planned(spec, rank, modules)
 
 
 def check_platform(name: str | None = None) -> tuple[str, list[DeviceCheck], list[OperatorCheck]]:
@@ -176,7 +178,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:
+def generate(source: Path | str, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:
     """Return the text that a model generates after `prompt`, without the prompt.
 
     Args:
@@ -188,7 +190,7 @@ def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sam
     Raises:
         ValueError: As `stream_text`; other errors as `open_model`.
     """
-    return "".join(stream_text(open_model(source), prompt, max_new_tokens, sampling))
+    return "".join(stream_text(open_model(Path(source)), prompt, max_new_tokens, sampling))
 
 
 def stream_text(

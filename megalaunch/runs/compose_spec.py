@@ -24,7 +24,10 @@ def compose(overrides: Sequence[str] = ()) -> RunSpec:
     Raises:
         ConfigError: It lists every problem of the overrides and of the files that they name.
         HubError: A name on the Hugging Face Hub cannot be used.
+        TypeError: `overrides` is one string.
     """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides are a list of strings, not one: compose({overrides.split()})")
     from megalaunch.config.compose import compose as composed  # Hydra is only for specs that are composed
 
     composition = composed(overrides)

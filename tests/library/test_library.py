@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from made_specs import resolved
+from numpy.typing import NDArray
 from oracle import hold_to_one_process, samples_of, shake, small_spec
 from paths import ROOT
 
@@ -123,7 +127,7 @@ def next_loss(spec: ml.RunSpec, checkpoint: Path) -> float:
     with ml.initialize(spec) as mesh:
         model = ml.build_sharded_model(spec, mesh)
         optimizer = ml.Optimizer(model, spec.optimizer, spec.precision)
-        progress = ml.load(checkpoint, spec, mesh, model, optimizer)
+        progress = ml.load(checkpoint, spec, model, optimizer)
         loader = ml.make_data_loader(spec, mesh, ml.build_train_dataset(spec))
         step = ml.TrainStep(spec, mesh, model, ml.make_forward_backward(spec, mesh, model), optimizer)
         loss = step.run(progress.step + 1, loader.get(progress.step + 1, progress.step + 1)).loss
@@ -185,6 +189,54 @@ def test_attention_mlp_and_norm_can_be_replaced_alone() -> None:
     )
 
 
+def blocks_of_the_page(word: str) -> dict[str, object]:
+    """What the one block of Python in docs/library.md that contains a word defines."""
+    text = (EXAMPLES.parent / "library.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if word in block]
+    names: dict[str, object] = {
+        "ml": ml,
+        "nn": nn,
+        "np": np,
+        "torch": torch,
+        "Tensor": torch.Tensor,
+        "NDArray": NDArray,
+    }
+    exec(block.partition("\n\n\nloader =")[0], names)
+    return names
+
+
+OWN_MODULES = blocks_of_the_page("class UnitNorm")["modules"]
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2 dp2", "tp2 sp zero3"])
+def test_the_attention_and_norm_of_the_page_compute_what_one_process_does(layout: str) -> None:
+    hold_to_one_process(small_spec(**OWN_BLOCK_LAYOUTS[layout]), prepare=shake, modules=OWN_MODULES)
+
+
+def test_a_deep_plan_counts_modules_of_ones_own() -> None:
+    spec = small_spec(model__num_layers=1)
+    plain, own = ml.deep_plan(spec, 0), ml.deep_plan(spec, 0, OWN_MODULES)
+    decoder = ml.build_decoder(spec.model, modules=OWN_MODULES)
+    assert own.parameters == sum(parameter.numel() for parameter in decoder.parameters()) != plain.parameters
+
+
+def test_the_spec_of_the_page_is_valid_and_its_data_set_is_read() -> None:
+    names = blocks_of_the_page("build_run_spec")
+    assert names["errors"] == []
+    assert names["longer"].train.steps == 10
+    assert names["memory"] > 1e6
+    rows = blocks_of_the_page("class Rows")["Rows"](np.arange(6).reshape(2, 3))
+    assert rows[3].tokens.tolist() == [3, 4, 5]
+    assert (len(rows), rows.describe(2)) == (2, "row 0")
+
+
+def test_one_string_of_overrides_is_refused_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"overrides are a list of strings.*compose\(\['recipe=tiny', 'parallel=tp2'\]\)"
+    ):
+        ml.compose("recipe=tiny parallel=tp2")
+
+
 class _Bare(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -195,6 +247,7 @@ class _Bare(torch.nn.Module):
     [
         (nn.LayerModules(mlp=lambda *_: _Bare()), "_Bare has no attribute save_policy: set it to save_activations"),
         (nn.LayerModules(attention=lambda *_: _Bare()), "_Bare has no attribute core_save_policy: set it to"),
+        (nn.LayerModules(block=lambda *_: _Bare()), "_Bare is no TransformerBlock: derive a block from it"),
     ],
 )
 def test_a_module_that_recomputation_could_not_wrap_is_refused(modules: nn.LayerModules, message: str) -> None:
@@ -257,6 +310,34 @@ def _steps_in_turn(specs: list[ml.RunSpec]) -> list[list[float]]:
     for _, loader in loops:
         loader.close()
     return losses
+
+
+def test_weights_metrics_and_checkpoints_are_pieces_of_their_own(tmp_path: Path) -> None:
+    spec = small_spec(model__num_layers=1)
+    saved, weights = tmp_path / "saved", tmp_path / "weights"
+    with ml.initialize(spec) as mesh:
+        model = ml.build_sharded_model(spec, mesh)
+        optimizer = ml.Optimizer(model, spec.optimizer, spec.precision)
+        metrics = ml.MetricsWriter(tmp_path / "metrics.jsonl", mesh, tokens=100)
+        line = metrics.step(3, ml.StepResult(2.5, math.inf, 1e-3, 20), data_seconds=0.5)
+        ml.save(str(saved), spec, model, optimizer, ml.TrainProgress(3, 120))
+        parameters = [parameter.clone() for parameter in model.parameters()]
+        ml.init_weights(model, seed=99)
+        ml.load_pretrained(str(saved), spec, model)
+        assert all(torch.equal(now, then) for now, then in zip(model.parameters(), parameters, strict=True))
+        assert ml.load(saved, spec, model, optimizer).tokens == 120
+        with pytest.raises(ml.CheckpointError, match=r"weights is not a checkpoint: manifest.json is missing"):
+            ml.load(weights, spec, model, optimizer)
+        shard = saved / "shard_00000.safetensors"
+        damaged = bytearray(shard.read_bytes())
+        damaged[-1] ^= 1
+        shard.write_bytes(damaged)
+        with pytest.raises(ml.CheckpointError, match=r"is damaged: .*shard_00000"):
+            ml.load(saved, spec, model, optimizer)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == line
+    assert (line["step"], line["grad_norm"]) == (3, None)
+    assert (line["tokens"], line["data_seconds"], line["learning_rate"]) == (120, 0.5, 1e-3)
+    assert line["tokens_per_second"] == pytest.approx(20 / line["step_seconds"])
 
 
 def test_the_number_of_processes_must_be_that_of_the_layout() -> None:

@@ -16,6 +16,8 @@ This page is generated: `scripts/reference` writes it from the docstrings, and a
 """
 _PACKAGE = Path(megalaunch.__file__).parent
 _Definition = ast.FunctionDef | ast.ClassDef
+_OPERATORS = ("__call__", "__getitem__", "__len__")
+"""Special methods that are part of an interface."""
 
 
 def api_page() -> str:
@@ -73,7 +75,7 @@ def _definition(node: _Definition) -> Iterator[str]:
     yield from _code("\n".join(lines))
     yield from _text(ast.get_docstring(node))
     for method in node.body:
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+        if isinstance(method, ast.FunctionDef) and (method.name[0] != "_" or method.name in _OPERATORS):
             summary = (ast.get_docstring(method) or "").partition("\n\n")[0].replace("\n", " ")
             accessor = any(ast.unparse(d) in ("property", "cached_property") for d in method.decorator_list)
             yield f"- `{method.name if accessor else _call(method)}`: {_escape(summary)}"

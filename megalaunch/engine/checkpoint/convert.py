@@ -32,7 +32,7 @@ def _no_progress(done: int, total: int) -> None:
     """Ignore progress: the default callback."""
 
 
-def import_huggingface(folder: Path, checkpoint: Path, wrote: Wrote = _no_progress) -> dict[str, Any]:
+def import_huggingface(folder: Path | str, checkpoint: Path | str, wrote: Wrote = _no_progress) -> dict[str, Any]:
     """Convert a Hugging Face folder to a checkpoint and verify it.
 
     Args:
@@ -46,6 +46,7 @@ def import_huggingface(folder: Path, checkpoint: Path, wrote: Wrote = _no_progre
     Raises:
         CheckpointError: lists everything that prevents an exact conversion; nothing is written then.
     """
+    folder, checkpoint = Path(folder), Path(checkpoint)
     reports: list[dict[str, Any]] = []
 
     def compare(weights: HuggingFaceWeights, written: Path) -> dict[str, Any]:
@@ -93,8 +94,8 @@ def import_megatron(
 
 
 def export_huggingface(
-    source: Path,
-    folder: Path,
+    source: Path | str,
+    folder: Path | str,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     report: Callable[[str], None] = lambda message: None,
@@ -116,6 +117,7 @@ def export_huggingface(
     Raises:
         CheckpointError: as `import_huggingface` and `find_checkpoint`.
     """
+    source, folder = Path(source), Path(folder)
 
     def compare(weights: StoredWeights, written: Path) -> dict[str, Any]:
         again = HuggingFaceWeights(HuggingFaceFolder(written))

@@ -92,7 +92,10 @@ def make_block(
 ) -> TransformerBlock:
     """Build one layer of the decoder; arguments as `Decoder`'s."""
     if modules.block is not None:
-        return modules.block(config, layer, tp_region)
+        block = modules.block(config, layer, tp_region)
+        if not isinstance(block, TransformerBlock):  # recomputation would skip it without a sign
+            raise TypeError(f"{type(block).__name__} is no TransformerBlock: derive a block from it (megalaunch.nn)")
+        return block
     return DecoderLayer(config, layer, tp_region, dispatcher, balancing, modules)
 
 

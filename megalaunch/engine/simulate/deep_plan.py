@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.activation_offload import offload_tensor
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
@@ -55,12 +56,13 @@ class _StepResult:
     traffic: dict[CommKind, tuple[int, int]]
 
 
-def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
+def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = STANDARD_MODULES) -> DeepPlan:
     """Simulate one step of a rank and return its memory peak and its collectives.
 
     Args:
         spec: a resolved spec.
         rank: the global rank; None: the first rank of the pipeline stage with the highest predicted memory.
+        modules: the modules of a layer that replace the standard ones.
 
     Raises:
         ValueError: the rank is outside the world, or the engine does not support the spec.
@@ -85,7 +87,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
         world.enter_context(use_kernel_forms(GPU_KERNELS if on_gpu else CPU_KERNELS))
-        parameters, computed, result = _steps(spec, mesh, phases, on_gpu, world)
+        parameters, computed, result = _steps(spec, mesh, modules, phases, on_gpu, world)
         names = GroupNames(topology, rank)
         collectives = tuple(
             CollectiveReport(call.phase, call.kind, names.get(call.ranks), len(call.ranks), count, size)
@@ -108,12 +110,12 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
 
 
 def _steps(
-    spec: RunSpec, mesh: Mesh, phases: PhaseTracker, on_gpu: bool, world: ExitStack
+    spec: RunSpec, mesh: Mesh, modules: LayerModules, phases: PhaseTracker, on_gpu: bool, world: ExitStack
 ) -> tuple[int, int, _StepResult]:
     """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
     offload = NoCopyOffload if on_gpu else offload_tensor
     readers = TensorReaders(full_length_documents, offload, even_row_counts)
-    model = parallelize_decoder(spec, mesh, phases, readers)
+    model = parallelize_decoder(spec, mesh, phases, readers, modules)
     if on_gpu:
         use_gpu_reduce_scatter(model)
     parameters = sum(_local_numel(parameter) for parameter in model.parameters())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.step_metrics import step_metrics
 from megalaunch.engine.train.train_step import StepResult
 from megalaunch.fs import sync_file, write_file_atomically
 from megalaunch.rundir.events import EventName, record_event
@@ -77,39 +76,8 @@ class RunLogger:
     def step(
         self, step: int, result: StepResult, total_tokens: int, seconds: float, memory_bytes: int, waited: float
     ) -> None:
-        """Append the metrics line of a step.
-
-        Args:
-            step: Number of the step.
-            result: Loss, gradient norm, learning rate and valid tokens of the step.
-            total_tokens: Valid tokens of all steps from 1 to this one.
-            seconds: Duration of the step.
-            memory_bytes: Peak memory of this rank.
-            waited: Seconds of the step spent waiting for data.
-        """
-        line: dict[str, object] = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,  # JSON has no infinity
-            "learning_rate": result.learning_rate,
-            "tokens": total_tokens,
-            "tokens_per_second": result.tokens / seconds,
-            "step_seconds": seconds,
-            "data_seconds": waited,
-            "memory_bytes": memory_bytes,
-            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
-            **(
-                {}
-                if result.loss_scale is None and result.updates.skipped_steps == 0
-                else {"skipped_steps": result.updates.skipped_steps}
-            ),
-            **{f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.mtp_losses, start=1)},
-            **(
-                {}
-                if result.experts is None
-                else {f"moe_{name}": value for name, value in asdict(result.experts).items()}
-            ),
-        }
+        """Append the metrics line of a step; arguments of `step_metrics`."""
+        line = step_metrics(step, result, total_tokens, seconds, memory_bytes, waited)
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
     def left_out(self, step: int, total_tokens: int) -> None:

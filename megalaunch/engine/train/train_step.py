@@ -56,7 +56,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     tokens: int
-    stop: signal.Signals | None
+    stop: signal.Signals | None = None
     experts: ExpertStats | None = None
     mtp_losses: tuple[float, ...] = ()
     expert_counts: Tensor | None = None
