@@ -20,7 +20,16 @@ def test_a_page_is_not_stale(name):
     assert written == PAGES[name](), f"{name} is stale: run scripts/reference"
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".svg")])
+PICTURES = [name for name in PAGES if name.endswith(".svg")]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_loads_nothing(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not re.search(r"@import|@font-face|url\((?!#)|href=\"(?!#)|<script", text)
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if PAGES[name].__module__ == "axis_pictures"])
 def test_a_picture_is_small_and_its_words_stay_inside(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(text.encode()) < 30_000

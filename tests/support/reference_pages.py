@@ -1,7 +1,7 @@
 """The generated files under docs and what writes each; `scripts/reference` runs this file.
 
 To add a page: a function in megalaunch/cli/reference/ that gives its text, and a line in PAGES. To add a picture: a
-function in axis_pictures.py that gives its SVG, which may use the engine, and a line in PAGES.
+function in axis_pictures.py or run_pictures.py that gives its SVG, which may use the engine, and a line in PAGES.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import axis_pictures
+import run_pictures
 from paths import ROOT
 from rule_cases import CASES, Case, findings_of
 
@@ -58,6 +59,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/pictures/experts.svg": axis_pictures.experts,
     "docs/pictures/pipeline.svg": axis_pictures.pipeline,
     "docs/pictures/context.svg": axis_pictures.context,
+    "docs/pictures/display.svg": run_pictures.display,
+    "docs/pictures/loss.svg": run_pictures.loss_plot,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from megalaunch.fs import atomic_file, make_directory
 from megalaunch.launch.run_state import number
@@ -12,20 +13,34 @@ from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.metrics import is_validation, validation_losses
 from megalaunch.rundir.paths import RunDirectory
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def plot_run(directory: RunDirectory, title: str) -> Path | None:
     """Draw the metrics of a run; None without steps. Raises ImportError without matplotlib, OSError on a full disk."""
     records = list(read_lines(directory.metrics))
-    steps = [record for record in records if "loss" in record]
-    validations = [record for record in records if is_validation(record)]
-    if not steps:
+    if not any("loss" in record for record in records):
         return None
-    # The object interface draws without a window system and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = loss_figure(records, title)
+    FigureCanvasAgg(figure)
+    make_directory(directory.plots)
+    path = directory.plots / "loss.png"
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    return path
+
+
+def loss_figure(records: Sequence[Record], title: str) -> Figure:
+    """Return the figure of a run's metrics, of which at least one is a step."""
+    # The object interface draws without a window system and without global state.
     from matplotlib.figure import Figure
 
+    steps = [record for record in records if "loss" in record]
+    validations = [record for record in records if is_validation(record)]
     figure = Figure(figsize=(9, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     at = _column(steps, "step")
     losses = _column(steps, "loss")
@@ -39,11 +54,7 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     rate_axes.plot(at, _column(steps, "learning_rate"), color="tab:green")
     rate_axes.set(xlabel="step", ylabel="learning rate")
     rate_axes.grid(alpha=0.3)
-    make_directory(directory.plots)
-    path = directory.plots / "loss.png"
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    return path
+    return figure
 
 
 def validation_curves(validations: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
