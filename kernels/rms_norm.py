@@ -5,6 +5,7 @@ Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,19 @@ def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute RMSNorm in few passes over memory."""
-    normed: Tensor = _RMSNorm.apply(x, weight, epsilon)
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon, None)
+    return normed
+
+
+def rms_norm_sharded(x: Tensor, weight: Tensor, epsilon: float, all_reduce_mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute RMSNorm over features of which every rank has an equal shard, [..., f] -> [..., f].
+
+    It saves x in its own dtype, where autograd would save two copies in fp32.
+
+    Args:
+        all_reduce_mean: averages a statistic [..., 1] over the ranks; called in forward and in backward.
+    """
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon, all_reduce_mean)
     return normed
 
 
@@ -54,22 +67,30 @@ class _RMSNorm(torch.autograd.Function):
 
     Forward:   y = x r w
     Backward:  dw = sum over rows of dy x r,  dx = dy w r - x r^3 mean(dy w x)
+    Both means are over the features of all ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, all_reduce_mean: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
         wide = x.float()
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        inverse = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        if all_reduce_mean is not None:
+            squares = all_reduce_mean(squares)
+        inverse = (squares + epsilon).rsqrt_()
+        ctx.all_reduce_mean = all_reduce_mean
         ctx.save_for_backward(x, weight, inverse)
         return (wide * inverse).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
         dy, wide, factor = gradients[0].float(), x.float(), weight.float()
         products = (dy * wide).flatten(0, -2)  # dy x; sums over rows give dw, over features the mean in dx
         dweight = inverse.flatten() @ products
         share = (products @ factor).view_as(inverse).mul_(inverse.pow(3)).div_(x.shape[-1])
+        if ctx.all_reduce_mean is not None:
+            share = ctx.all_reduce_mean(share)
         dx = torch.mul(dy, factor, out=products.view_as(dy)).mul_(inverse).addcmul_(wide, share, value=-1)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None

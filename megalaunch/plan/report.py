@@ -98,11 +98,16 @@ def _length(spec: RunSpec, train_tokens: int | None) -> str:
 
 
 def _layout(spec: RunSpec, topology: Topology) -> str:
-    axes = " x ".join(
-        f"{axis} {getattr(topology, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(topology, axis) > 1
-    )
     where = f"{topology.nodes} x {topology.devices_per_node} {spec.platform.chip}"
-    return f"{where}: {axes or '1 rank'}, data sharding {spec.parallel.data_sharding}"
+    axes = _degrees(topology, "dp", "pp", "cp", "tp") or "1 rank"
+    if spec.model.moe.num_experts and topology.ep * topology.etp > 1:
+        axes += f"; experts {_degrees(topology, 'edp', 'ep', 'etp')}"
+    return f"{where}: {axes}, data sharding {spec.parallel.data_sharding}"
+
+
+def _degrees(topology: Topology, *axes: str) -> str:
+    """Return the degrees above 1 of one grid, as `dp 8 x pp 4`."""
+    return " x ".join(f"{axis} {getattr(topology, axis)}" for axis in axes if getattr(topology, axis) > 1)
 
 
 def finding_block(finding: Finding) -> str:

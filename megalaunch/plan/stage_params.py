@@ -23,6 +23,9 @@ from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
 
+ACTIVE_CHUNKS = 3
+"""Virtual stages of a rank whose parameters are all-gathered at once: torch's pipeline runtime frees the others."""
+
 
 @dataclass(frozen=True)
 class VirtualStage:
@@ -40,6 +43,7 @@ class DeviceParams:
 
     `layer` is its largest layer, `root` its embedding, positions, last norm and head, `head` the logits' projection.
     `copies` is the part of `root` that copies the first stage's embedding: it has no optimizer states there.
+    `active` are the parameters of its ACTIVE_CHUNKS largest chunks.
     """
 
     dense: float
@@ -48,6 +52,7 @@ class DeviceParams:
     root: float
     head: float
     copies: float
+    active: float
 
 
 @dataclass(frozen=True)
@@ -117,18 +122,23 @@ def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float
 def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, expert_shards: int) -> DeviceParams:
     """Return the parameters on one device of a pipeline rank."""
     dense = experts = largest = 0.0
+    by_chunk = []
     for chunk in chunks:
+        before = dense + experts
         for kind, count in chunk.kinds:
             own, routed = local_layer_params(model, kind, tp, expert_shards)
             dense += own * count
             experts += routed * count
             largest = max(largest, own + routed)
+        by_chunk.append(dense + experts - before + _root(model, (chunk,), tp))
     root = _root(model, chunks, tp)
     head = _model_ends(model, tp)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
     ends = [(chunk.embedding, bool(chunk.depths) or (chunk.head and model.tie_word_embeddings)) for chunk in chunks]
     copied = not any(first for first, _ in ends) and any(reads for _, reads in ends)
     copies = _model_ends(model, tp)[0] / tp if copied else 0.0
-    return DeviceParams(dense + root, experts, largest, root, head, copies)
+    # A table that two chunks share counts in both, so the sum may exceed the whole.
+    active = min(dense + root + experts, sum(sorted(by_chunk)[-ACTIVE_CHUNKS:]))
+    return DeviceParams(dense + root, experts, largest, root, head, copies, active)
 
 
 def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:

@@ -19,6 +19,11 @@ def test_the_table_of_a_run(tmp_path, monkeypatch):
     ]
 
 
+def test_both_grids_of_a_mixture_of_experts():
+    text = run_table(*_resolved_run("recipe=deepseek_tiny", "data.mock=true", "parallel=ep2tp2dp2pp2"))
+    assert "1 x 8 cpu: dp 2 x pp 2 x tp 2; experts edp 2 x ep 2, data sharding optim" in text
+
+
 def test_the_table_before_the_vocabulary_is_known():
     spec, _ = resolved("recipe=tiny", "data.train_prefix=x")
     text = run_table(spec, Topology.from_spec(spec))

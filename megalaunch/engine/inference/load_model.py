@@ -178,6 +178,11 @@ def _source_from_checkpoint(checkpoint: Path) -> ModelSource:
         )
     try:
         spec = read_spec(checkpoint / SPEC_FILE)
+        if spec.data.mock and not (checkpoint / TOKENIZER_FILE).is_file():
+            raise DataError(
+                "the run was trained on mock tokens, which stand for no text; train on text "
+                "(data.corpus=FILE|FOLDER|GLOB), or with the tokenizer of your model (tokenizer.path=FILE)"
+            )
         tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
         stored = StoredWeights(checkpoint)
         spec = replace(spec, model=_strip_padding(spec.model, stored.model, tokenizer))

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import NormConfig
-from megalaunch.engine.model.tp_region import TPRegion
+from megalaunch.engine.model.tp_region import NoTP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
 from megalaunch.kernels.overridable import overridable
-from megalaunch.kernels.rms_norm import rms_norm
+from megalaunch.kernels.rms_norm import rms_norm, rms_norm_sharded
 
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
 
@@ -107,16 +107,18 @@ class ShardedRMSNorm(Norm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise [B, S, f] -> [B, S, f], computed in fp32."""
+        if isinstance(self.tp_region, NoTP):
+            return super().normalize(x)
+        weight = self.tp_region.local_param(self.weight, self.layout)
+        if self.config.zero_centered_gamma:
+            weight = 1 + weight.float()
+        if not (self.config.layer or torch.compiler.is_compiling()):  # the compiler itself saves little
+            return rms_norm_sharded(x, weight, self.config.epsilon, self.tp_region.all_reduce_mean)
         wide = x.float()
         if self.config.layer:
             wide = wide - self.tp_region.all_reduce_mean(wide.mean(-1, keepdim=True))
         variance = self.tp_region.all_reduce_mean(wide.square().mean(-1, keepdim=True))
-        weight = self.tp_region.local_param(self.weight, self.layout)
-        normed = (
-            wide
-            * (variance + self.config.epsilon).rsqrt()
-            * (weight + 1 if self.config.zero_centered_gamma else weight)
-        )
+        normed = wide * (variance + self.config.epsilon).rsqrt() * weight
         return (normed if self.bias is None else normed + self.tp_region.local_param(self.bias, self.layout)).to(
             x.dtype
         )

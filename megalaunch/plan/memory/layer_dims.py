@@ -32,6 +32,7 @@ class LayerDims:
         activation_gradients: gradients of inner values allocated at once in its backward.
         experts_per_token: rows of experts per token: top_k, or the capacity that they are padded to; for each rank of
             etp.
+        qk_norm_rows: rows of queries and keys that QK norm normalises per token: heads, or all of them together (2).
         router_bytes: bytes of the router's dtype.
         router_copies_input: its input is a tensor of its own.
         router_matrices: values per token and expert that it saves.
@@ -69,7 +70,7 @@ class LayerDims:
     q_lora_rank: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    qk_norm: bool
+    qk_norm_rows: float
     post_norm: bool
     dropout_mask_bytes: int
     mla: bool
@@ -163,7 +164,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         q_lora_rank=mla.q_lora_rank or 0,
         kv_lora_rank=mla.kv_lora_rank or 0,
         qk_rope_head_dim=mla.qk_rope_head_dim,
-        qk_norm=model.qk_norm != "none",
+        qk_norm_rows={"none": 0, "full": 2, "head": local_heads + groups}[model.qk_norm],
         post_norm=model.norm_placement != "pre",
         dropout_mask_bytes=(model.hidden_size if profile.dropout_masks else 4) if model.hidden_dropout else 0,
         mla=latent,

@@ -188,7 +188,8 @@ def _fsdp(
 ) -> ModelStates:
     """FSDP2: sharded main parameters, from which copies in the compute dtype are all-gathered.
 
-    A pipeline has full copies and gradients until its end for any strategy: its stages reduce once per step.
+    A pipeline has full copies and gradients until its end for any strategy: its stages reduce once per step. Of many
+    chunks only the active ones have copies.
     """
     per_param = _ParamBytes.from_spec(spec, topology)
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
@@ -199,14 +200,14 @@ def _fsdp(
     grads_in_forward = 0.0  # no gradients yet while all microbatches are in flight
     if topology.microbatches > in_flight:
         grads_in_forward = per_param.grad * all_params if full_grads else reduced_grads
-    gathered = loss_gathered = all_params
+    gathered = loss_gathered = params.active if pipelined else all_params
     if sharding == "optim_grads_params" and not pipelined:
         loss_gathered = params.root
         gathered = min(all_params, params.root + GATHERED_LAYERS * params.layer)
     separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
     microbatch_end = None
     if accumulates and (full_grads or sharding == "optim_grads"):
-        phase = MemoryPhase(main_params + per_param.compute * all_params, reduced_grads)
+        phase = MemoryPhase(main_params + per_param.compute * gathered, reduced_grads)
         microbatch_end = _fsdp_microbatch_end(topology, params, per_param, phase, shards, full_grads, separate_buffers)
     layer_grads = per_param.reduced
     if full_grads and accumulates:
@@ -280,7 +281,7 @@ def _fsdp_step_end(
         reduction = _grad_reduce_buffer(per_param.grad, per_param, shards, copies, accumulate=False, replicated=True)
         result = max(per_param.main, per_param.reduced) / shards
         reducing = params.root * max(per_param.grad, reduction + result - per_param.grad)
-        weights = main_params + per_param.compute * (all_params - params.root)
+        weights = main_params + per_param.compute * max(0.0, params.active - params.root)
         return MemoryPhase(weights, per_param.grad * all_params, reducing)
     accumulates = topology.microbatches > 1
     source = per_param.grad if accumulates and full_grads else per_param.compute

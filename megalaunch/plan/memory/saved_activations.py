@@ -58,8 +58,9 @@ ATTENTION = (
     ),
     OpRow(
         "queries and keys, before QK norm",
-        lambda d: d.activation_bytes * (d.query_width + d.key_width) if d.qk_norm else 0,
+        lambda d: d.activation_bytes * (d.query_width + d.key_width) if d.qk_norm_rows else 0,
     ),
+    OpRow("statistics of QK norm, fp32", lambda d: 4 * d.qk_norm_rows),
     OpRow(
         "attention weights of unfused attention",
         lambda d: d.saved_score_bytes,

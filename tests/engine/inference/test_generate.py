@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -420,6 +421,17 @@ def test_a_checkpoint_without_its_parts(tmp_path: Path, name: str, reason: str):
     from megalaunch.engine.inference.load_model import load_language_model
 
     with pytest.raises(CheckpointError, match=f"no text can be generated from .*{reason}"):
+        load_language_model(run.checkpoint(1), torch.device("cpu"))
+
+
+def test_a_run_on_mock_tokens_has_no_text(tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=(1,))
+    spec = run.checkpoint(1) / "spec.yaml"
+    spec.write_text(re.sub("mock: .*", "mock: true", spec.read_text()))
+    (run.checkpoint(1) / "tokenizer.json").unlink()
+    from megalaunch.engine.inference.load_model import load_language_model
+
+    with pytest.raises(CheckpointError, match=r"trained on mock tokens.* train on text \(data\.corpus="):
         load_language_model(run.checkpoint(1), torch.device("cpu"))
 
 

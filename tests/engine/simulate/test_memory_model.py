@@ -44,6 +44,7 @@ LATENT = (
     "model.mla.qk_nope_head_dim=64", "model.mla.qk_rope_head_dim=32", "model.mla.v_head_dim=48",
 )  # fmt: skip
 RUN = ("train.steps=10", "cluster.nodes=1")
+MANY_CHUNKS = ("model.num_layers=8",)  # torch's runtime gathers the weights of three virtual stages at once
 FEW_WORDS = "model.vocab_size=1024"
 CAPPED = "model.final_logit_softcapping=30"
 SELECTIVE = "recompute=selective"
@@ -118,6 +119,8 @@ CASES = [
     Case("pp3", 3, (3, 1, 2048), LOSS, (CAPPED, "parallel.schedule=gpipe"), rank=2),
     Case("dp", 1, (8, 4, 1024), LOSS, shape=GPT2),  # LayerNorm, biases, learned positions, tied embeddings
     Case("dp", 1, (8, 4, 1024), LOSS, shape=QWEN3),  # norms of queries and keys
+    Case("dp", 1, (8, 4, 1024), LOSS, ("model.qk_norm=full",)),
+    Case("tp4sp", 4, (8, 4, 1024), LOSS, ("model.qk_norm=full",)),
     Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("tp4sp", 4, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("cp2", 2, (4, 2, 1024), LAYER, shape=DROPPING),
@@ -167,6 +170,8 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_comm_type=a2a",)),
     Case("pp3", 3, (6, 1, 2048), LAYER),
     Case("pp3", 3, (6, 1, 2048), LAYER, ("precision.residual_dtype=fp32", FEW_WORDS), rank=1),
+    Case("pp2vpp4", 2, (8, 1, 2048), LAYER, MANY_CHUNKS),
+    Case("pp2vpp4", 4, (16, 1, 64), GRAD_REDUCE, MANY_CHUNKS, rank=2),
     Case("pp3", 3, (12, 1, 128), MICROBATCH_END),
     Case("pp3", 6, (24, 1, 128), STEP_END, ("parallel.data_sharding=no_shard",)),
     Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),

@@ -43,6 +43,8 @@ SHAPES = (
     (),
     ("model.num_query_groups=2",),
     ("model.ffn_hidden_size=96", "model.hidden_size=96", "model.head_dim=16"),
+    ("model.qk_norm=full",),
+    ("model.qk_norm=head",),
 )
 LATENT_SHAPES = (
     ("model.mla.kv_lora_rank=24", "model.mla.q_lora_rank=40", *HEADS),
