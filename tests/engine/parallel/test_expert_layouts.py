@@ -72,9 +72,11 @@ def test_fewer_experts_than_ranks_are_sharded_within():
     ("schedule", "vpp"),
     [
         ("1f1b", 1),
+        pytest.param("gpipe", 1, marks=slow),
         pytest.param("interleaved", 2, marks=slow),
         ("zero_bubble", 2),
         pytest.param("zbv", 2, marks=slow),
+        pytest.param("dualpipev", 2, marks=slow),
     ],
 )
 def test_pipelines(schedule, vpp):

@@ -92,6 +92,10 @@ LATENT_LAYOUTS = {
     "ep2cp2": {"cp": 2, "ep": 2},
     "ep2pp2": {"dp": 2, "ep": 2, "pp": 2, "schedule": "1f1b"},
     "ep2 zero3": {"dp": 4, "ep": 2, "data_sharding": "optim_grads_params"},
+    "ep4": {"dp": 4, "ep": 4},
+    "etp2": {"dp": 2, "etp": 2},
+    "ep2pp2 zbv": {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "schedule": "zbv"},
+    "ep4dp2tp2sp": {"dp": 4, "tp": 2, "sequence_parallel": True, "ep": 4},
 }
 
 
