@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from megalaunch.platform.overrides import active_overrides
+from megalaunch.platform.platforms import TRITON_DEVICES
 
 _SDPA = "torch's scaled_dot_product_attention"
 _KERNELS = "megalaunch.kernels"
@@ -43,7 +44,7 @@ def implementations(device: str) -> Iterator[Implementation]:
     flash = {"cpu": "flash attention", "cuda": f"flash attention in 16 bits; in fp32 {scores}"}
     yield Implementation("attention by blocks (cp)", flash.get(device, scores))
     yield Implementation("attention with sinks (without cp), soft cap or dropout", scores)
-    form = "_triton" if device == "cuda" and find_spec("triton") is not None else ", in torch"
+    form = "_triton" if device in TRITON_DEVICES and find_spec("triton") is not None else ", in torch"
     yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")
     yield Implementation("permutation of tokens by expert", f"{_KERNELS}.permute{form}")
     yield Implementation("matmuls of experts", f"{_KERNELS}.grouped_linear: torch's grouped_mm, or a loop over experts")

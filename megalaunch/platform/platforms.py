@@ -66,6 +66,9 @@ _ROWS = (
     PlatformFacts("cpu", "gloo", f"{_ENGINE}.cpu:CpuPlatform", priority=0),
 )
 
+TRITON_DEVICES = frozenset({"cuda"})
+"""The device types for which megalaunch has kernels in Triton."""
+
 FUSED_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("flash",), "cuda": ("flash", "cudnn", "efficient", "flex")}
 )

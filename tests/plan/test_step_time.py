@@ -13,6 +13,7 @@ from published_runs import DGXC
 from megalaunch.plan.cost import MEGATRON, UnknownChipSpeed, step_time
 from megalaunch.plan.cost.communication import Interconnect
 from megalaunch.plan.cost.constants import HOST_LAUNCH
+from megalaunch.plan.cost.stacks import ENGINE_EAGER, describe_kernels, engine_stack
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
@@ -204,3 +205,11 @@ def test_a_small_model_waits_for_the_host():
 
 def test_chunks_of_the_loss_cost_time(seventy):
     assert step_time(_with(seventy, train__loss_chunks=16)).head > step_time(seventy).head
+
+
+@pytest.mark.parametrize(("platform", "triton"), [("h100", True), ("mtt_s4000", False), ("npu", False)])
+def test_a_plan_names_triton_where_the_engine_has_its_kernels(platform, triton):
+    spec, _ = resolved("recipe=llama3_8b", f"platform={platform}")
+    stack = engine_stack(spec)
+    assert ("Triton" in dict(describe_kernels(spec, stack))["blocks"]) == triton
+    assert (stack.swiglu_traffic == ENGINE_EAGER.swiglu_traffic) == triton

@@ -13,6 +13,8 @@ from typing import Literal
 
 from megalaunch.plan.attention_backends import describe_backend
 from megalaunch.plan.cost.constants import Constant
+from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.platforms import TRITON_DEVICES
 from megalaunch.schema import RunSpec
 
 
@@ -197,11 +199,21 @@ ENGINE_COMPILED = replace(
 )
 
 
+ENGINE_WITHOUT_TRITON = replace(
+    ENGINE_EAGER,
+    meaning="torch's kernels, one an operator; FSDP2",
+    swiglu_traffic=PYTORCH_EAGER.swiglu_traffic,
+)
+
+
 def engine_stack(spec: RunSpec) -> Stack:
     """Return the profile of this engine for a run: blocks compiled or eager, or with Transformer Engine's layers."""
     if spec.precision.uses_transformer_engine:
         return ENGINE_TRANSFORMER_ENGINE
-    return ENGINE_COMPILED if spec.train.compile else ENGINE_EAGER
+    if spec.train.compile:
+        return ENGINE_COMPILED
+    chip = CHIPS.get(spec.platform.chip)
+    return ENGINE_EAGER if chip is None or chip.device in TRITON_DEVICES else ENGINE_WITHOUT_TRITON
 
 
 def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]:
