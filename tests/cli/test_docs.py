@@ -14,6 +14,7 @@ from paths import ROOT
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs/dev").glob("*.md"))
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -59,7 +60,7 @@ def call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([MEGALAUNCH, *command], cwd=folder, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
@@ -104,6 +105,21 @@ def test_printed_output_is_real(page, transcript, tmp_path):
     assert printed.strip() in said
 
 
+RULES = re.findall(
+    r"^```text\n\$ megalaunch (.*?)\n(.*?)^```$", (ROOT / "docs/reference/rules.md").read_text(), re.M | re.S
+)
+
+
+# All are made by the checker itself (test_reference.py); a few tell whether the command prints what they show.
+@pytest.mark.parametrize(("command", "printed"), RULES[3::60], ids=[command for command, _ in RULES[3::60]])
+def test_an_example_of_a_rule_is_what_the_command_prints(command, printed, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/a.txt").write_text("some text\n")
+    done = call(shlex.split(command), tmp_path)
+    assert printed.strip() in done.stdout + done.stderr
+
+
 def test_there_is_something_to_test():
+    assert len(RULES) > 250
     assert len(ALL_COMMANDS) >= 8
     assert len(TRANSCRIPTS) >= 5
