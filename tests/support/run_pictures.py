@@ -50,7 +50,7 @@ def display() -> str:
         state = RunState(spec, directory, throughput_basis(spec), attach=True)
         state.directory = RunDirectory(Path(spec.run.directory or ""))
         console = Console(
-            record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+            record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", _environ={}
         )
         console.print(panel(state, _COLUMNS))
     start, end = CONSOLE_SVG_FORMAT.index("@font-face"), CONSOLE_SVG_FORMAT.index(".{unique_id}-matrix")
