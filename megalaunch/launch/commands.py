@@ -21,24 +21,23 @@ def node_commands(
     spec_file: Path,
     worker_module: str = WORKER_MODULE,
     max_restarts: int | None = None,
-    fork: bool = False,
     first_node: str = f"{_FIRST_NODE}:{DEFAULT_PORT}",
 ) -> list[list[str]]:
     """Return one argv list per node, in node order, for a spec whose `auto` values are resolved.
 
     The agent is torch's elastic agent with a rendezvous of this project: torchrun's own listens on every interface and
     unpickles what it receives. All settings but the node's rank are in the spec and the files next to it.
+    On CPUs it forks the workers, so that torch is imported once; a forked worker must not use a GPU.
 
     Args:
         max_restarts: the agent's own restarts; None takes the spec's, for launches in which nothing else restarts an
             agent.
-        fork: fork the workers from the agent, which imports torch once for all of them; for CPUs only.
         first_node: HOST:PORT on which the agent of node 0 listens; a placeholder in lines to paste.
     """
     agent = [sys.executable, "-m", AGENT_MODULE]
     if max_restarts is not None:
         agent.append(f"--max-restarts={max_restarts}")
-    if fork:
+    if worker_module == WORKER_MODULE and spec.platform.chip == "cpu":
         agent.append("--fork")
     worker = ["-m", worker_module, str(spec_file)]
     nodes = int(spec.cluster.nodes)

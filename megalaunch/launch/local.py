@@ -26,10 +26,7 @@ from megalaunch.schema.spec_file import write_spec
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a resolved spec into a directory that this process has locked; `overrides` are the user's.
-
-    With `fork` the agent forks the workers after one import of torch; for CPUs only.
-    """
+    """One launch of a resolved spec into a directory that this process has locked; `overrides` are the user's."""
 
     spec: RunSpec
     directory: RunDirectory
@@ -38,7 +35,6 @@ class Launch:
     scale: ThroughputBasis
     cores: int
     worker_module: str = WORKER_MODULE
-    fork: bool = False
 
 
 def record_overrides(directory: RunDirectory, overrides: Sequence[str]) -> None:
@@ -53,7 +49,7 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunSt
         RunDirectoryError: the run directory cannot be written.
     """
     spec, directory = launch.spec, launch.directory
-    command = node_commands(spec, directory.spec, launch.worker_module, max_restarts=0, fork=launch.fork)[0]
+    command = node_commands(spec, directory.spec, launch.worker_module, max_restarts=0)[0]
     workers = int(spec.cluster.devices_per_node)
     view = write_run(launch, command)
     display = open_display(view)

@@ -14,23 +14,24 @@ AGENT = [sys.executable, "-m", "megalaunch.engine.agent"]
 
 
 def test_one_machine_needs_nothing_but_its_spec():
-    spec = tiny_spec(launcher__max_restarts=5)
+    spec = tiny_spec(platform__chip="cpu", launcher__max_restarts=5)
     assert node_commands(spec, Path("/r/a b/spec.yaml")) == [
-        [*AGENT, "-m", "megalaunch.engine.worker", "/r/a b/spec.yaml"]
+        [*AGENT, "--fork", "-m", "megalaunch.engine.worker", "/r/a b/spec.yaml"]
     ]
     assert node_commands(spec, Path("s"), max_restarts=0)[0][3:] == [
-        *("--max-restarts=0", "-m", "megalaunch.engine.worker", "s")
-    ]
-
-
-def test_workers_are_forked_only_when_asked():
-    assert node_commands(tiny_spec(), Path("s"), max_restarts=0, fork=True)[0][3:] == [
         *("--max-restarts=0", "--fork", "-m", "megalaunch.engine.worker", "s")
     ]
 
 
+def test_workers_are_forked_on_cpus_only():
+    on_cpus, on_gpus = tiny_spec(platform__chip="cpu"), tiny_spec(platform__chip="h100")
+    assert node_commands(on_cpus, Path("s"))[0][3:] == ["--fork", "-m", "megalaunch.engine.worker", "s"]
+    assert node_commands(on_gpus, Path("s"))[0][3:] == ["-m", "megalaunch.engine.worker", "s"]
+    assert node_commands(on_cpus, Path("s"), "another_worker")[0][3:] == ["-m", "another_worker", "s"]
+
+
 def test_several_machines_meet_at_the_first():
-    commands = node_commands(tiny_spec(cluster__nodes=2), Path("spec.yaml"))
+    commands = node_commands(tiny_spec(platform__chip="h100", cluster__nodes=2), Path("spec.yaml"))
     assert commands == [
         [*AGENT, f"--node-rank={node}", "--first-node=NODE0:29400", "-m", "megalaunch.engine.worker", "spec.yaml"]
         for node in range(2)

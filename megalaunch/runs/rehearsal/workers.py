@@ -26,7 +26,7 @@ class ForkedWorkers:
         """Launch and wait for the end; raises RunDirectoryError."""
         lock = lock_run(directory)
         try:
-            launch = Launch(spec, directory, lock, (), throughput_basis(spec), self.cores, fork=True)
+            launch = Launch(spec, directory, lock, (), throughput_basis(spec), self.cores)
             end = run_locally(launch, self.stop, lambda view: line)
         finally:
             self.stop.watching = False
