@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from cluster_runs import LENGTH, call, losses_of
 from fake_kubectl import FakeKubectl
 from launching import steps_of, wait_until
 from mini_kubelet import running_pods
-from training import MEGALAUNCH, tiny_overrides
+from training import tiny_overrides
 
 from megalaunch.launchers.record import read_record
-from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
-
-_STEPS = 120
-_LENGTH = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
 
 
 @pytest.fixture
@@ -30,32 +26,18 @@ def cluster(tmp_path, monkeypatch):
     return fake
 
 
-def call(folder, *arguments, seconds=240):
-    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
-    return done.returncode, done.stdout + done.stderr
-
-
 def pods(kind):
     return (
         *("launcher=kubernetes", f"launcher.kubernetes.kind={kind}", "launcher.kubernetes.image=none"),
         *("cluster.nodes=2", "cluster.devices_per_node=1", f"launcher.python={sys.executable}"),
-        *_LENGTH,
+        *LENGTH,
     )
-
-
-def losses_of(run):
-    """The loss of each step; a step that was computed again must have the same."""
-    losses = {}
-    for record in read_lines(run.metrics):
-        if "loss" in record:
-            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
-    return losses
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    overrides = tiny_overrides(folder, "cluster.devices_per_node=2", *_LENGTH)
+    overrides = tiny_overrides(folder, "cluster.devices_per_node=2", *LENGTH)
     assert call(folder, "train", *overrides)[0] == 0
     return losses_of(RunDirectory(folder / "run"))
 

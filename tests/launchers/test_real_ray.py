@@ -6,22 +6,17 @@ import json
 import os
 import signal
 import subprocess
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from cluster_runs import LENGTH, STEPS, agents, losses_of, processes, started, workers
 from launching import steps_of, wait_until
 from training import MEGALAUNCH, tiny_overrides
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.launch.process import descendants, kill_all
-from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
-_STEPS = 120
-_LENGTH = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
 _RAY = ("launcher=ray", "cluster.nodes=2", "cluster.devices_per_node=1")
 
 
@@ -41,53 +36,15 @@ def cluster():
         made.shutdown()
 
 
-@contextmanager
-def started(folder, *overrides):
-    """`megalaunch train` in a process of its own; on leaving, nothing of it is left."""
-    process = subprocess.Popen(
-        [*MEGALAUNCH, "train", *overrides], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield process
-    finally:
-        left = descendants(process.pid)
-        process.kill()
-        process.communicate()
-        kill_all(left, 5)
-
-
-def processes(*words):
-    """The pids of the processes whose command lines have all these words."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if all(word in line for word in words):
-                found.append(int(entry.name))
-    return found
-
-
-def losses_of(run):
-    """The loss of each step; a step that was computed again must have the same."""
-    losses = {}
-    for record in read_lines(run.metrics):
-        if "loss" in record:
-            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
-    return losses
-
-
 @pytest.mark.slow
 @pytest.mark.serial
 def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(cluster, tmp_path):
     run = RunDirectory(tmp_path / "run")
-    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *_LENGTH)
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *LENGTH)
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 12), 180)
         assert train.poll() is None, train.communicate()[0]
-        (agent,) = processes(str(run.root), "megalaunch.engine.agent", "--node-rank=1")
+        (agent,) = agents(run, "--node-rank=1")
         os.kill(agent, signal.SIGKILL)
         output, _ = train.communicate(timeout=240)
         assert train.returncode == 0, output
@@ -95,9 +52,9 @@ def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(c
     assert "resuming after step " in output
     assert processes(str(run.root), "-m megalaunch") == []
     local = RunDirectory(tmp_path / "local/run")
-    names = tiny_overrides(tmp_path / "local", "cluster.devices_per_node=2", *_LENGTH, shared=tmp_path)
+    names = tiny_overrides(tmp_path / "local", "cluster.devices_per_node=2", *LENGTH, shared=tmp_path)
     subprocess.run([*MEGALAUNCH, "train", *names], cwd=tmp_path, check=True, capture_output=True, timeout=240)
-    assert len(losses_of(run)) == _STEPS
+    assert len(losses_of(run)) == STEPS
     assert losses_of(run) == losses_of(local)
 
 
@@ -114,9 +71,7 @@ def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
     outcome = read_outcome(run.outcome)
     assert run.checkpoint(outcome.step).is_dir()
     with started(tmp_path, *overrides) as train:
-        wait_until(
-            lambda: train.poll() is not None or len(processes(str(run.root), "megalaunch.engine.worker")) >= 2, 180
-        )
+        wait_until(lambda: train.poll() is not None or len(workers(run)) == 2, 180)
         assert train.poll() is None, train.communicate()[0]
         train.kill()
         wait_until(lambda: processes(str(run.root), "-m megalaunch") == [], 30)

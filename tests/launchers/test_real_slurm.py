@@ -7,17 +7,15 @@ import os
 import subprocess
 
 import pytest
+from cluster_runs import LENGTH, STEPS, call, losses_of
 from launching import steps_of, wait_until
 from mini_slurm import mini_slurm
 from training import MEGALAUNCH, tiny_overrides
 
-from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
-
-_STEPS = 120
 
 
 @pytest.fixture
@@ -29,25 +27,8 @@ def slurm(tmp_path_factory, monkeypatch):
         yield
 
 
-def call(folder, *arguments, seconds=180):
-    """A command of megalaunch in the folder; its output."""
-    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
-    return done.returncode, done.stdout + done.stderr
-
-
 def overrides_of(folder, *more, name="run"):
-    steps = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
-    overrides = tiny_overrides(folder / name, "cluster.devices_per_node=1", *steps, *more, shared=folder)
-    return overrides
-
-
-def losses_of(run):
-    """The loss of each step; a step that was computed again must have the same."""
-    losses = {}
-    for record in read_lines(run.metrics):
-        if "loss" in record:
-            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
-    return losses
+    return tiny_overrides(folder / name, "cluster.devices_per_node=1", *LENGTH, *more, shared=folder)
 
 
 def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(slurm, tmp_path):
@@ -74,7 +55,7 @@ def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(slurm, tmp_path):
     two_workers = ("cluster.nodes=1", "cluster.devices_per_node=2")
     names = [word for word in overrides_of(tmp_path, name="local") if not word.startswith("cluster.")]
     assert call(tmp_path, "train", *names, *two_workers)[0] == 0
-    assert len(losses_of(run)) == _STEPS
+    assert len(losses_of(run)) == STEPS
     assert losses_of(run) == losses_of(local)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cluster_runs import LENGTH, STEPS, agents, call, losses_of, parent_of, processes, started
 from launching import steps_of, wait_until
 from mini_ssh import mini_ssh
-from training import MEGALAUNCH, tiny_overrides
+from training import tiny_overrides
 
-from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -21,7 +19,6 @@ from megalaunch.rundir.paths import RunDirectory
 pytestmark = pytest.mark.serial
 SLOW = pytest.mark.slow
 
-_STEPS = 120
 _REMOTE = "megalaunch.launchers.attached.remote_agent"
 
 
@@ -31,58 +28,13 @@ def hosts(tmp_path_factory):
         yield overrides
 
 
-def call(folder, *arguments, seconds=180):
-    """A command of megalaunch in the folder; its exit code and output."""
-    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
-    return done.returncode, done.stdout + done.stderr
-
-
-@contextmanager
-def started(folder, *overrides):
-    """`megalaunch train` in a process of its own; on leaving, nothing of it is left."""
-    process = subprocess.Popen(
-        [*MEGALAUNCH, "train", *overrides], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield process
-    finally:
-        left = descendants(process.pid)
-        process.kill()
-        process.communicate()
-        kill_all(left, 5)
-
-
 def overrides_of(folder, *more, name="run"):
-    length = (f"train.steps={_STEPS}", f"schedule.decay_steps={_STEPS}", "schedule.warmup_steps=10")
-    return tiny_overrides(folder / name, *length, *more, shared=folder)
-
-
-def processes(*words):
-    """The pids of the processes whose command lines have all these words."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if all(word in line for word in words):
-                found.append(int(entry.name))
-    return found
+    return tiny_overrides(folder / name, *LENGTH, *more, shared=folder)
 
 
 def on_the_hosts(run):
     """The agents and workers of a run, and the commands that started them."""
     return processes(str(run.root), "-m megalaunch")
-
-
-def losses_of(run):
-    """The loss of each step; a step that was computed again must have the same."""
-    losses = {}
-    for record in read_lines(run.metrics):
-        if "loss" in record:
-            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
-    return losses
 
 
 def restarts_of(run):
@@ -96,29 +48,25 @@ def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(h
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 12, 120)
         code, output = call(tmp_path, "status", str(run.root))
         assert (code, "RUNNING (held by process" in output) == (0, True), output
-        (agent,) = processes(str(run.root), "megalaunch.engine.agent", "--node-rank=1")
+        (agent,) = agents(run, "--node-rank=1")
         os.kill(agent, signal.SIGKILL)
         wait_until(lambda: len(restarts_of(run)) == 1, 60)
         before = len(steps_of(run))
         wait_until(lambda: len(steps_of(run)) > before + 12, 60)
         (command,) = [pid for pid in processes(str(run.root), "-m megalaunch train") if _rank_of(pid) == b"0"]
-        os.kill(_parent_of(command), signal.SIGKILL)  # what ssh started on node 0
+        os.kill(parent_of(command), signal.SIGKILL)  # what ssh started on node 0
         output, _ = train.communicate(timeout=180)
     assert train.returncode == 0, output
     assert restarts_of(run) == ["node 1 (node1) ended with exit code 5", "node 0 (node0) was lost"]
     assert "restart 2" in output
     assert call(tmp_path, "train", *overrides_of(tmp_path, "cluster.devices_per_node=2", name="local"))[0] == 0
-    assert len(losses_of(run)) == _STEPS
+    assert len(losses_of(run)) == STEPS
     assert losses_of(run) == losses_of(RunDirectory(tmp_path / "local/run"))
 
 
 def _rank_of(pid):
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next((text.partition(b"=")[2] for text in variables if text.startswith(b"GROUP_RANK=")), None)
-
-
-def _parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""What the tests of real launchers share: `megalaunch train` as a process, its agents, and the losses of its run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from training import MEGALAUNCH
+
+from megalaunch.launch.process import descendants, kill_all
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.paths import RunDirectory
+
+STEPS = 120
+LENGTH = (f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "schedule.warmup_steps=10")
+
+
+def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]:
+    """A command of megalaunch in the folder; its exit code and output."""
+    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
+    return done.returncode, done.stdout + done.stderr
+
+
+@contextmanager
+def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """`megalaunch train` in a process of its own; on leaving, nothing of it is left."""
+    process = subprocess.Popen(
+        [*MEGALAUNCH, "train", *overrides], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        left = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        kill_all(left, 5)
+
+
+def processes(*words: str) -> list[int]:
+    """The pids of the processes whose command lines have all these words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if all(word in line for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+def agents(run: RunDirectory, *words: str) -> list[int]:
+    """The pids of a run's agents; the workers that they forked have the same command lines."""
+    found = processes(str(run.root), "megalaunch.engine.agent", *words)
+    return [pid for pid in found if parent_of(pid) not in found]
+
+
+def workers(run: RunDirectory) -> list[int]:
+    """The pids of a run's forked workers."""
+    found = processes(str(run.root), "megalaunch.engine.agent")
+    return [pid for pid in found if parent_of(pid) in found]
+
+
+def parent_of(pid: int) -> int | None:
+    """The pid of the parent; None: the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def losses_of(run: RunDirectory) -> dict[int, float]:
+    """The loss of each step; a step that was computed again must have the same."""
+    losses: dict[int, float] = {}
+    for record in read_lines(run.metrics):
+        if "loss" in record:
+            assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
+    return losses
