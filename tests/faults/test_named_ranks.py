@@ -21,7 +21,7 @@ pytestmark = pytest.mark.serial
 TIMEOUT = 12
 OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
 
-# Python runs a file of this name at its start: that is how a worker comes to do what none does by itself.
+# Python runs a file of this name at its start: that is how a worker, forked by an agent, comes to do what none does.
 SPOILED = """
 import os, sys, threading, time
 
@@ -32,14 +32,14 @@ def spoil():
     real = sys.modules[name].TrainStep.run
 
     def run(self, number, *rest):
-        if number == 4:
+        if number == 4 and os.environ["RANK"] == "{rank}":
             import torch, torch.distributed as dist
             {fault}
         return real(self, number, *rest)
 
     sys.modules[name].TrainStep.run = run
 
-if os.environ.get("RANK") == "{rank}":
+if "megalaunch.engine.agent" in sys.orig_argv:
     threading.Thread(target=spoil, daemon=True).start()
 """
 
