@@ -106,8 +106,8 @@ TORCH_PRIVATE = (
 ENGINE_FLOORS = (
     ("torch_private",),
     ("platform",),
-    ("worker_setup", "run_end", "hang_diagnostics", "agent", "restricted_objects"),
-    ("process_group", "measure", "precision", "mesh"),
+    ("worker_setup", "run_end", "hang_diagnostics", "restricted_objects"),
+    ("agent", "process_group", "measure", "precision", "mesh"),
     ("param_layout", "autograd"),
     ("collectives", "dtensor"),
     ("model",),
