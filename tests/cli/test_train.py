@@ -106,8 +106,8 @@ def test_a_dry_run_shows_the_command_of_each_machine(folder):
     result = invoke("--dry-run", *tiny_overrides(folder, "cluster.nodes=2"))
     assert result.exit_code == 0, result.output
     commands = [shlex.split(line) for line in result.stdout.splitlines() if "megalaunch.engine.agent" in line]
-    assert [command[3] for command in commands] == ["--node-rank=0", "--node-rank=1"]
-    assert all(command[4] == "--first-node=NODE0:29400" for command in commands)
+    assert [command[3:5] for command in commands] == [["--fork", f"--node-rank={node}"] for node in range(2)]
+    assert all(command[5] == "--first-node=NODE0:29400" for command in commands)
 
 
 def test_several_machines_are_refused_by_name_with_their_commands(folder):
