@@ -48,6 +48,8 @@ from megalaunch.engine.param_layout import local_param
 
 class Norm(layers.Norm):
     def normalize(self, x):
+        if self.config.layer or self.config.zero_centered_gamma:
+            return super().normalize(x)
         wide = x.float()
         scale = (wide.square().mean(-1, keepdim=True) + self.config.epsilon).rsqrt()
         return (wide * scale).to(x.dtype) * local_param(self.weight)

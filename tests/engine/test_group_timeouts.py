@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -80,3 +82,14 @@ def test_the_group_of_checkpoints_too(monkeypatch):
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     assert run_ranks(2, look) == [1.5, 1.5]
+
+
+def test_a_group_that_was_destroyed_is_not_kept():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        coordination.run_on_rank0(lambda: None)
+        kept = weakref.ref(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert kept() is None, "a process that is forked from this one would wait for its threads"
