@@ -137,7 +137,7 @@ def build_report(
             {
                 "key": limit.path,
                 "runs": list(limit.supported),
-                "beside": f"{limit.beside[0]}={limit.beside[1]}",
+                "condition": f"{limit.condition[0]}={limit.condition[1]}",
                 "meaning": limit.meaning,
             }
             for limit in LIMITS
@@ -321,7 +321,9 @@ def report_text(report: dict[str, Any]) -> str:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
     if report["engine"]:
         lines += ["", "values that the engine runs (others can be checked and planned, not trained)"]
-        lines += table_lines([(row["key"], _values(row["runs"]), f"with {row['beside']}") for row in report["engine"]])
+        lines += table_lines(
+            [(row["key"], _values(row["runs"]), f"with {row['condition']}") for row in report["engine"]]
+        )
     return "\n".join(lines)
 
 

@@ -23,17 +23,19 @@ class Limit:
         path: the key.
         supported: its values that the engine supports.
         meaning: describes the other values.
-        beside: the other key, its value under which the limit applies, and the value that has no limit.
+        condition: another key, and its value with which the limit applies.
+        unlimited: the value of that key with which it does not.
     """
 
     path: str
     supported: tuple[Any, ...]
     meaning: str
-    beside: tuple[str, Any, Any]
+    condition: tuple[str, Any]
+    unlimited: Any
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
-        key, value, _ = self.beside
+        key, value = self.condition
         return value_at(spec, key) != value or value_at(spec, self.path) in self.supported
 
 
@@ -42,7 +44,8 @@ LIMITS = (
         "model.moe.num_experts",
         (None,),
         "experts by Transformer Engine",
-        ("precision.fp8.implementation", "transformer_engine", "native"),
+        ("precision.fp8.implementation", "transformer_engine"),
+        "native",
     ),
 )
 

@@ -111,7 +111,7 @@ def _runs(key: Key, limit: Limit | None) -> str:
         return "all"
     if limit.path != key.path:
         return f"none: goes with `{limit.path}` ({limit.meaning})"
-    other, value, _ = limit.beside
+    other, value = limit.condition
     return f"all; with `{other}={value}`: {_values(limit.supported)}"
 
 

@@ -26,11 +26,11 @@ def coordination_group() -> dist.ProcessGroup | None:
         return None
     world = dist.group.WORLD
     assert world is not None
-    return world if dist.get_backend(world) == "gloo" else _gloo_group_beside(world)
+    return world if dist.get_backend(world) == "gloo" else _separate_gloo_group(world)
 
 
 @lru_cache(maxsize=1)
-def _gloo_group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _separate_gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=world_timeout())
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -21,13 +21,13 @@ def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
     """Any setting can be planned; train refuses an unsupported one with its name."""
     for entry, value in unsupported(at.spec):
         shown = " or ".join(as_override(value) for value in entry.supported)
-        key, other, unlimited = entry.beside
+        key, other = entry.condition
         yield Violation(
             entry.path,
             f"{entry.path}={as_override(value)}: with {key}={as_override(other)} the engine of this version trains "
             f"with {shown} only ({entry.meaning})",
             {"value": value, "supported": list(entry.supported)},
-            ({key: unlimited}, *({entry.path: legal} for legal in entry.supported)),
+            ({key: entry.unlimited}, *({entry.path: legal} for legal in entry.supported)),
             severity="error" if at.purpose == "train" else "note",
         )
 

@@ -54,8 +54,8 @@ def with_limit(limit: Limit, value: Any) -> RunSpec:
 
 
 def _fp8_by(limit: Limit) -> dict[str, Any]:
-    """The value beside which the limit applies, in a run that reads it."""
-    key, value, _ = limit.beside
+    """The value with which the limit applies, in a run that reads it."""
+    key, value = limit.condition
     return {"precision.compute_dtype": "fp8", key: value}
 
 
