@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megalaunch.engine.library.checkpoints import save as save
     from megalaunch.engine.library.initialize import initialize as initialize
     from megalaunch.engine.library.metrics import MetricsWriter as MetricsWriter
+    from megalaunch.engine.library.parallelize import parallelize as parallelize
     from megalaunch.engine.library.step import count_tokens as count_tokens
     from megalaunch.engine.library.step import mean_loss as mean_loss
     from megalaunch.engine.library.step import reduce_gradients as reduce_gradients
@@ -116,6 +117,7 @@ _MODULES = {
     "make_data_loader": "engine.library.batches",
     "make_forward_backward": "engine.train.forward_backward",
     "mean_loss": "engine.library.step",
+    "parallelize": "engine.library.parallelize",
     "predict": "plan.prediction",
     "prepare_data": "runs.compose_spec",
     "reduce_gradients": "engine.library.step",

@@ -213,6 +213,65 @@ def test_the_attention_and_norm_of_the_page_compute_what_one_process_does(layout
     hold_to_one_process(small_spec(**OWN_BLOCK_LAYOUTS[layout]), prepare=shake, modules=OWN_MODULES)
 
 
+PARALLELIZED = {
+    **OWN_BLOCK_LAYOUTS,
+    "experts, ep2 pp2, tied": {
+        "model__moe": {"num_experts": 4, "top_k": 2, "balance_bias": True, "score": "sigmoid"},
+        "model__tie_word_embeddings": True,
+        "parallel__schedule": "1f1b",
+        "parallel__dp": 2,
+        "parallel__ep": 2,
+        "parallel__pp": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", PARALLELIZED)
+def test_a_whole_model_is_parallelized_with_the_weights_that_it_has(layout: str) -> None:
+    """Each rank's shards are those slices of the whole tensors, and the vocabulary's padding is zero."""
+    spec = small_spec(**{"model__num_layers": 2, **PARALLELIZED[layout]})
+    model = {key: value for key, value in PARALLELIZED[layout].items() if key.startswith("model")}
+    one = small_spec(**{"model__num_layers": 2, **model})
+    modules = nn.LayerModules() if spec.model.moe.num_experts else example("own_block").MODULES
+    world = spec.cluster.devices_per_node
+    losses = run_ranks(world, _loss_of_parallelized, spec, modules)
+    (expected,) = run_ranks(1, _loss_of_parallelized, one, modules)
+    assert losses == pytest.approx([expected] * world, abs=1e-5)
+
+
+def _loss_of_parallelized(spec: ml.RunSpec, modules: nn.LayerModules) -> float:
+    """The first loss of a model with random values, the same on every rank."""
+    with ml.initialize(spec) as mesh:
+        decoder = ml.build_decoder(spec.model, modules=modules)
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for tensor in (*decoder.parameters(), *decoder.buffers()):
+                tensor.normal_(std=0.2)
+        model = ml.parallelize(decoder, spec, mesh)
+        optimizer = ml.Optimizer(model, spec.optimizer, spec.precision)
+        step = ml.TrainStep(spec, mesh, model, ml.make_forward_backward(spec, mesh, model), optimizer)
+        loader = ml.make_data_loader(spec, mesh, samples_of(spec))
+        loss = step.run(1, loader.get(1, 1)).loss
+        loader.close()
+    return loss
+
+
+def test_a_decoder_that_a_layout_could_not_reproduce_is_refused() -> None:
+    spec = small_spec()
+
+    def refuse(decoder: nn.Decoder, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            _in_one_process(lambda mesh: ml.parallelize(decoder, spec, mesh), spec)
+
+    with torch.device("meta"):
+        refuse(ml.build_decoder(spec.model), "the decoder is on meta, without values: build it on a device")
+    other = ml.with_values(spec, {"model.norm_epsilon": 1e-3}).model
+    refuse(ml.build_decoder(other), "the decoder is not that of spec.model: they differ in norm$")
+    changed = ml.build_decoder(spec.model)
+    changed.layers["0"].mlp = torch.nn.Linear(24, 24)
+    refuse(changed, r"was changed after it was built \(layers.0.mlp.*, \.\.\.\): give build_decoder the modules")
+
+
 def test_a_deep_plan_counts_modules_of_ones_own() -> None:
     spec = small_spec(model__num_layers=1)
     plain, own = ml.deep_plan(spec, 0), ml.deep_plan(spec, 0, OWN_MODULES)

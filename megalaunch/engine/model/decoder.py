@@ -71,6 +71,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, block_dtype
+        self.layer_modules = modules
         self.vocabulary_rows = vocabulary_rows(config.vocab_size, tp_region.vocab_axis.size)
         self.num_tokens = config.vocab_size  # fewer where the weights and the tokenizer have fewer
         # `prune_to_stage` removes what a pipeline stage does not compute.

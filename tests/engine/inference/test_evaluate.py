@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from family_variants import VOCABULARY, make
 from looped_run import run_loop, ten_steps
+from made_models import write_random_folder
 from oracle import VOCABULARY as RUN_VOCABULARY
 from token_files import write_letters, write_tokens
 from typer.testing import CliRunner
@@ -70,12 +71,13 @@ def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "megalaunch.cli.text.evaluate.find_spec", lambda name: None if name == "lm_eval" else here(name)
     )
-    make("llama 1", tmp_path / "hf")
+    shape = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": VOCABULARY}
+    write_random_folder(tmp_path / "hf", torch.float32, **shape)
     write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
     for arguments, code, reason in [
         (["--data", tmp_path / "nowhere"], 3, "nowhere"),
         (["--data", write_tokens(tmp_path / "short", [[5]])], 3, "it holds no token to predict"),
-        (["--data", tmp_path / "short", "--sequence-length", 65], 2, "longer than the 64 that the model is made for"),
+        (["--data", tmp_path / "short", "--sequence-length", 129], 2, "longer than the 128 that the model is made for"),
         (["--data", write_tokens(tmp_path / "strange", [[5, 99]])], 3, "the vocabulary has 53 entries"),
         ([], 2, "with --data, or a task of lm-eval with --task"),
         (
