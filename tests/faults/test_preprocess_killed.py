@@ -154,9 +154,13 @@ def test_resume_refuses_what_would_give_other_bytes(corpus, tmp_path):
     stopping = settings_for(corpus[1], on_bad_record=OnBadRecord.STOP, chunk_bytes=500)
     notes: list[str] = []
 
+    def note(text: str) -> None:
+        if "brings it" not in text:  # of a package that would be faster, where it is not installed
+            notes.append(text)
+
     def again(**changes: object) -> None:
         settings = settings_for(corpus[1], **changes)
-        preprocess([str(path)], tmp_path / "out", settings, lambda progress: None, notes.append)
+        preprocess([str(path)], tmp_path / "out", settings, lambda progress: None, note)
 
     with pytest.raises(DataError):
         preprocess([str(path)], tmp_path / "out", stopping, lambda progress: None)
