@@ -29,6 +29,7 @@ def test_sixteen_devices_get_sixteen_workers(tmp_path):
     assert launch["workers"] == 16
 
 
+@pytest.mark.slow  # test_train_in_allocation.py has two nodes of fewer workers
 def test_two_nodes_of_an_allocation_get_eight_workers_each(tmp_path):
     port = free_ports()
     nodes = [

@@ -72,13 +72,8 @@ def test_typed_once_in_a_slurm_job_it_starts_srun_and_trains(tmp_path):
     assert directory.rank_log(1).exists()
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        pytest.param(torchrun_variables, id="torchrun"),
-        pytest.param(indexed_job, id="kubernetes", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [torchrun_variables, indexed_job])
 def test_the_same_command_on_every_node_starts_one_run(tmp_path, variables):
     with ended_processes(start_nodes(tmp_path, variables)) as (first, second):
         assert (first.returncode, second.returncode) == (0, 0), first.output + second.output

@@ -6,10 +6,12 @@ import gc
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from forked_ranks import run_ranks
 from host_syncs import HostSyncs
 from oracle import STEPS, build_sharded_model, device_type, rank_mesh, samples_of, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
@@ -41,11 +43,8 @@ def _steady_step(spec: RunSpec) -> tuple[Counter[tuple[str, str]], int]:
     return Counter(syncs.found), sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
 
 
-def _on_ranks(*specs: RunSpec) -> list[list[tuple[Counter[tuple[str, str]], int]]]:
-    return [
-        run_ranks(spec.cluster.devices_per_node, _steady_step, spec, timeout=100, device=device_type(spec))
-        for spec in specs
-    ]
+def _on_ranks(spec: RunSpec) -> list[tuple[Counter[tuple[str, str]], int]]:
+    return run_ranks(spec.cluster.devices_per_node, _steady_step, spec, timeout=100, device=device_type(spec))
 
 
 MOE: dict[str, Any] = {"model__vocab_size": 64, "model__moe": {"num_experts": 4, "top_k": 2}}
@@ -72,16 +71,16 @@ READS = Counter(
 ROW_COUNTS = ("to host", "expert_parallel.py:read_row_counts")
 
 
-def test_the_host_waits_only_to_read_the_step_s_statistics(in_fresh_process):
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "moe ep2"))
+def test_the_host_waits_only_to_read_the_step_s_statistics(name, in_fresh_process):
     """A dropless all-to-all reads its row counts too: once per layer and microbatch.
 
     Cycles free their tensors only when the collector runs: without any, it need not run every step.
     """
-    specs = [small_spec(platform__chip="txda", **values) for values in LAYOUTS.values()]
-    for name, ranks in zip(LAYOUTS, in_fresh_process(_on_ranks, *specs), strict=True):
-        expected = READS + Counter({ROW_COUNTS: 3 * 2} if name == "moe ep2" else {})
-        assert [waits for waits, _ in ranks] == [expected] * len(ranks), name
-        assert [garbage for _, garbage in ranks] == [0] * len(ranks), name
+    ranks = in_fresh_process(_on_ranks, small_spec(platform__chip="txda", **LAYOUTS[name]))
+    expected = READS + Counter({ROW_COUNTS: 3 * 2} if name == "moe ep2" else {})
+    assert [waits for waits, _ in ranks] == [expected] * len(ranks)
+    assert [garbage for _, garbage in ranks] == [0] * len(ranks)
 
 
 def test_the_mode_sees_what_waits(in_fresh_process):

@@ -86,7 +86,7 @@ def check(folder: Path, entry: str, platform: str = "txda") -> subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("entry", ["RIGHT", "ON_ONE_THREAD"])
+@pytest.mark.parametrize("entry", ["RIGHT", pytest.param("ON_ONE_THREAD", marks=pytest.mark.slow)])
 def test_right_operators_pass(tmp_path, entry):
     done = check(tmp_path, entry)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,7 +119,7 @@ def test_a_wrong_override_is_named(tmp_path, entry, named):
 @pytest.mark.parametrize(
     ("platform", "message"),
     [
-        ("npu", "npu cannot be checked here: torch_npu cannot be used"),
+        pytest.param("npu", "npu cannot be checked here: torch_npu cannot be used", marks=pytest.mark.slow),
         ("nowhere", "no platform has torch's device type"),
     ],
 )

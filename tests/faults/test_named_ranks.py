@@ -60,6 +60,7 @@ def named(directory: RunDirectory, exception: str) -> dict | None:
     return next((event for event in events_of(directory, "worker_failed") if event["exception"] == exception), None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_and_one_that_stalls(tmp_path, shared):
     directory = RunDirectory(tmp_path / "run")
     with training(tmp_path, "parallel=tp2pp2", *OVERRIDES, shared=shared) as process:

@@ -47,7 +47,7 @@ def test_a_run_to_its_end(tmp_path):
     ("fault", "said"),
     [
         ("kill:1:7", "rank 1 (dp1) failed at step 7: SIGKILL"),
-        ("raise:0:7", "rank 0 (dp0) failed at step 7: ValueError: told to fail"),
+        pytest.param("raise:0:7", "rank 0 (dp0) failed at step 7: ValueError: told to fail", marks=pytest.mark.slow),
     ],
 )
 def test_a_crash_is_restarted(tmp_path, fault, said):
@@ -128,7 +128,7 @@ def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
     assert steps_of(directory) == list(range(1, 61))
 
 
-@pytest.mark.parametrize("kind", ["stop", "hang"])
+@pytest.mark.parametrize("kind", ["stop", pytest.param("hang", marks=pytest.mark.slow)])
 def test_a_hang_names_who_is_behind(tmp_path, kind):
     spec = tiny_spec(launcher__hang_timeout=1.5, launcher__max_restarts=1)
     code, out, err = run_fake(tmp_path, spec, FAKE_FAULT=f"{kind}:1:7")
@@ -137,6 +137,7 @@ def test_a_hang_names_who_is_behind(tmp_path, kind):
     assert steps_of(run_of(tmp_path)) == list(range(1, 21))
 
 
+@pytest.mark.slow  # a hang above, and restarts used up by crashes
 def test_a_hang_without_restarts_left(tmp_path):
     spec = tiny_spec(launcher__hang_timeout=1.5, launcher__max_restarts=0)
     code, _, err = run_fake(tmp_path, spec, FAKE_FAULT="stop:0:7:9")
@@ -150,8 +151,8 @@ def test_a_hang_without_restarts_left(tmp_path):
     [
         (signal.SIGTERM, 75, "SIGTERM"),
         (signal.SIGINT, 130, "SIGINT"),
-        (signal.SIGUSR1, 75, "SIGUSR1"),
-        (signal.SIGHUP, 75, "SIGHUP"),
+        pytest.param(signal.SIGUSR1, 75, "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 75, "SIGHUP", marks=pytest.mark.slow),
     ],
 )
 def test_a_stop_signal_is_passed_on(tmp_path, number, expected, event):

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(list(RECOMPUTED), "ep2", "ep2tp2sp"))
+@pytest.mark.parametrize("name", slow_but(list(RECOMPUTED), "ep2"))
 @pytest.mark.parametrize(
     ("model", "modules"),
     [("batch", ["norm", "moe"]), ("sequence", ["moe"]), ("sequence", ["norm", "activation", "shared_experts"])],
@@ -105,8 +106,10 @@ def alone(model):
     return joined_stages(run_ranks(1, on_ranks, expert_spec(MODELS[model]), True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "name"),
+    slow_but(product(MODELS, LAYOUTS), *product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp")),
+)
 def test_layouts_have_the_numbers_of_one_process(model, name):
     spec = expert_spec(MODELS[model], **LAYOUTS[name])
     every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)

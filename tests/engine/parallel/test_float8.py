@@ -41,7 +41,7 @@ def one_rank(request: pytest.FixtureRequest) -> Any:
     return request.param, run(float8_spec({}, request.param))
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 cp2 sp", "pp2 zero bubble"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2 zero bubble"))
 def test_layouts_agree(layout, one_rank):
     recipe, expected = one_rank
     assert_close(run(float8_spec(LAYOUTS[layout], recipe)), expected)

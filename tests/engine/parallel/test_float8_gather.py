@@ -39,7 +39,6 @@ def trained(layout: str, recipe: str, param_gather: bool) -> Any:
     ("recipe", "layout"),
     slow_but(
         product(("tensorwise", "delayed"), LAYOUTS),
-        ("tensorwise", "dp2 tp2 zero3"),
         ("tensorwise", "dp3 zero3 of experts"),
         ("delayed", "dp2 tp2 zero3"),
     ),

@@ -17,7 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "drawn" in metafunc.fixturenames:
         option = metafunc.config.getoption
         several = (run for run in random_runs(option("--seed")) if ranks_of(run) > 1)
-        drawn = list(islice(several, option("--random")))
+        drawn = sorted(islice(several, option("--random")), key=ranks_of)
         slow = [pytest.param(run, marks=pytest.mark.slow) for run in drawn[QUICK:]]
         metafunc.parametrize("drawn", [*drawn[:QUICK], *slow], ids=name_of)
 

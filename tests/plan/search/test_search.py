@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 from made_specs import LAPTOP, resolved
 from published_runs import DGXC
+from slow_cases import slow_but
 
 from megalaunch.cli.plan.search import layout_text, search_json, search_text, validated
 from megalaunch.config.compose import Composition, compose
@@ -103,7 +104,9 @@ def _layouts(spec, count):
             yield grid
 
 
-@pytest.mark.parametrize("recipe", ["llama31_405b", "mixtral_8x22b", "deepseek_v3", "gpt3_175b"])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["llama31_405b", "mixtral_8x22b", "deepseek_v3", "gpt3_175b"], "deepseek_v3")
+)
 def test_the_filter_agrees_with_the_checker(recipe):
     """On random layouts the filter's rules find the same violations as the checker."""
     nodes = {"llama31_405b": 128, "mixtral_8x22b": 32, "deepseek_v3": 128, "gpt3_175b": 16}[recipe]
@@ -121,7 +124,7 @@ def test_the_filter_agrees_with_the_checker(recipe):
     assert min(agreed.values()) > 5
 
 
-@pytest.mark.parametrize("recipe", TABLE)
+@pytest.mark.parametrize("recipe", slow_but(TABLE, "llama3_70b"))
 def test_what_is_found_is_valid_and_its_overrides_give_it(recipe):
     result, composition = found_for(recipe)
     best = validated(result, composition.origins, 5)
