@@ -213,6 +213,52 @@ def test_the_attention_and_norm_of_the_page_compute_what_one_process_does(layout
     hold_to_one_process(small_spec(**OWN_BLOCK_LAYOUTS[layout]), prepare=shake, modules=OWN_MODULES)
 
 
+class _DroppingMLP(example("own_block").ScaledMLP):
+    """A block that draws from torch's generators."""
+
+    def transform(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().transform(x), 0.5)
+
+
+DROPPING = nn.LayerModules(mlp=_DroppingMLP)
+RECOMPUTED = {
+    "none": {},
+    "full": {"recompute__granularity": "full"},
+    "selective": {"recompute__granularity": "selective", "recompute__modules": ("mlp",)},
+    "selective, of a discarded norm": {"recompute__granularity": "selective", "recompute__modules": ("norm", "mlp")},
+}
+
+
+def test_recomputation_draws_the_same_random_numbers() -> None:
+    """The gradient norm of a step is that without recomputation, and another in the next step."""
+    first, *others = (_norms(small_spec(**values), 2) for values in RECOMPUTED.values())
+    assert others == [pytest.approx(first, rel=1e-6)] * len(others)
+    assert first[0] != pytest.approx(first[1], rel=1e-3)
+
+
+def test_a_resumed_step_draws_what_it_would_have_drawn() -> None:
+    torch.manual_seed(0)
+    _, second = _norms(small_spec(), 2)
+    torch.rand(7)
+    assert _norms(small_spec(), 2, begin=2) == [second]
+
+
+def _norms(spec: ml.RunSpec, last: int, begin: int = 1) -> list[float]:
+    """The gradient norms of steps on the same batch and weights."""
+    norms = []
+    with ml.initialize(spec) as mesh:
+        model = ml.build_sharded_model(spec, mesh, DROPPING)
+        optimizer = ml.Optimizer(model, spec.optimizer, spec.precision)
+        step = ml.TrainStep(spec, mesh, model, ml.make_forward_backward(spec, mesh, model), optimizer)
+        loader = ml.make_data_loader(spec, mesh, samples_of(spec))
+        batch = loader.get(1, 1)
+        for number in range(begin, last + 1):
+            ml.init_weights(model, 1)
+            norms.append(step.run(number, batch).grad_norm)
+        loader.close()
+    return norms
+
+
 PARALLELIZED = {
     **OWN_BLOCK_LAYOUTS,
     "experts, ep2 pp2, tied": {

@@ -108,6 +108,11 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     @property
+    def has_standard_modules(self) -> bool:
+        """Whether no module of a library user is among the layers'."""
+        return self.layer_modules == STANDARD_MODULES
+
+    @property
     def all_layers(self) -> dict[str, TransformerBlock]:
         """The layers, then those of MTP depths, by their index in `plan.layers.list_layers`."""
         depths = ((self.config.num_layers + int(depth), module.layer) for depth, module in self.mtp.items())

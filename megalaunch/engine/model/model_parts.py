@@ -36,6 +36,11 @@ class ModelParts:
         return self.parts[0].config
 
     @property
+    def has_standard_modules(self) -> bool:
+        """Whether no module of a library user is among the layers'."""
+        return all(part.has_standard_modules for part in self.parts)
+
+    @property
     def embedding_weight(self) -> nn.Parameter | None:
         """The embedding's weight; None on a rank without the first pipeline stage."""
         first = self.parts[0]

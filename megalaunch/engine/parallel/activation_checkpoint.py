@@ -33,18 +33,20 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
     full, uniform: checkpoint every layer, or spans of `num_layers` layers as one; full, block: the first `num_layers`
     layers; selective: the modules of `recompute.modules` in every layer that does not offload its activations.
     Call it before `fully_shard`, whose hooks then stay outside the checkpoint and do not run again in recomputation.
+    Modules of a library user may draw from torch's generators (`nn.Dropout`): their recomputation draws the same.
     """
+    whole = Checkpoint(observer, preserve_rng_state=not model.has_standard_modules)
     layers = list(model.all_layers.values())
     if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
         names = list(model.layers)
         model.recompute_groups = [
             names[first : first + settings.num_layers] for first in range(0, len(names), settings.num_layers)
         ]
-        model.group_save_policy = Checkpoint(observer)
+        model.group_save_policy = whole
     elif settings.granularity == "full":
         chosen = layers if settings.method == "uniform" else layers[: settings.num_layers]
         for layer in chosen:
-            layer.save_policy = Checkpoint(observer)
+            layer.save_policy = whole
     elif settings.granularity == "selective":
         for layer in layers[settings.cpu_offloading_num_layers :]:  # the layers before it offload their activations
             if not isinstance(layer, DecoderLayer):
@@ -52,13 +54,13 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
                     f"recompute.granularity=selective names modules of DecoderLayer, and {type(layer).__name__} is "
                     "another block: use recompute.granularity=full"
                 )
-            _apply_selective(layer, settings.modules, observer)
+            _apply_selective(layer, settings.modules, whole)
 
 
-def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], observer: StepObserver) -> None:
+def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], whole: Checkpoint) -> None:
     """Checkpoint the modules of `recompute.modules` in one layer."""
-    discarding = OutputDiscardingCheckpoint(observer)
-    core: SavePolicy = Checkpoint(observer)
+    discarding = OutputDiscardingCheckpoint(whole)
+    core: SavePolicy = whole
     if "mla_up" in modules and isinstance(layer.attention, LatentAttention):
         layer.attention.up_save_policy = discarding.discard_output
         core = discarding.checkpoint  # it would hold the queries, keys and values, its inputs
@@ -92,22 +94,23 @@ def _apply_to_parts(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`SavePolicy` of activation checkpointing: save only the inputs of a function, and run it again in backward."""
+    """`SavePolicy` of activation checkpointing: save only the inputs of a function, and run it again in backward.
 
-    observer: StepObserver
+    Attributes:
+        observer: Gets the phases of recomputation.
+        preserve_rng_state: Whether the function may draw from torch's generators; the standard modules do not.
+    """
+
+    observer: StepObserver = NO_OBSERVER
+    preserve_rng_state: bool = False
 
     def __call__(self, function: Callable[..., Output], /, *inputs: Any) -> Output:
-        """Run the function under `torch.utils.checkpoint`."""
-        return _checkpoint(function, self.observer, *inputs)
-
-
-def _checkpoint(function: Callable[..., Output], observer: StepObserver, *inputs: Any) -> Output:
-    """Run a function under `torch.utils.checkpoint`. It draws no random numbers, so no RNG state is saved."""
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if observer is not NO_OBSERVER:  # torch.compile does not trace a call with a `context_fn`
-        settings["context_fn"] = observer.checkpoint_contexts
-    output: Output = checkpoint(function, *inputs, **settings)
-    return output
+        """Run the function under `torch.utils.checkpoint`, which finds the device of its generator by the inputs."""
+        settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
+        if self.observer is not NO_OBSERVER:  # torch.compile does not trace a call with a `context_fn`
+            settings["context_fn"] = self.observer.checkpoint_contexts
+        output: Output = checkpoint(function, *inputs, **settings)
+        return output
 
 
 @dataclass
@@ -160,7 +163,7 @@ class OutputDiscardingCheckpoint:
     Backward:  a = op(x), recomputed once for all its readers; then dW = dy^T a
     """
 
-    observer: StepObserver = NO_OBSERVER
+    whole: Checkpoint = Checkpoint()
     _made: dict[int, tuple[_Recomputable, int, Tensor]] = field(default_factory=dict)
     _forward: bool = False
 
@@ -180,15 +183,16 @@ class OutputDiscardingCheckpoint:
         """
         packed, first = tuple(map(self._pack, inputs)), [inputs]
         if not any(isinstance(saved, _RecomputableView) for saved in packed):
-            return _checkpoint(function, self.observer, *inputs)
+            return self.whole(function, *inputs)
 
-        def run() -> Output:
+        def run(_: Tensor) -> Output:
             if first:
                 return function(*first.pop())
             given = (_unpack(s).requires_grad_() if isinstance(s, _RecomputableView) else s for s in packed)
             return function(*given)
 
-        return _checkpoint(run, self.observer)
+        device_of_generator = next(value for value in inputs if isinstance(value, Tensor)).new_empty(0)
+        return self.whole(run, device_of_generator)
 
     def run_layer(self, forward: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the layer that contains the modules above, with the saved-tensor hooks (a `SavePolicy`)."""

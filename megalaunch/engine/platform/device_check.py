@@ -29,6 +29,7 @@ def check_device(platform: Platform) -> Iterator[DeviceCheck]:
         "streams": _streams,
         "memory": _memory,
         "autocast dtypes": _autocast_dtypes,
+        "random numbers": _random_numbers,
         f"process group {platform.facts.process_group_backend}": _process_group,
     }
     for name, ability in abilities.items():
@@ -69,6 +70,17 @@ def _memory(platform: Platform, device: torch.device) -> str | None:
 def _autocast_dtypes(platform: Platform, device: torch.device) -> str | None:
     wrong = [dtype for dtype in platform.autocast_dtypes() if dtype not in (torch.bfloat16, torch.float16)]
     return f"{wrong[0]} has not 16 bits" if wrong else None
+
+
+def _random_numbers(platform: Platform, device: torch.device) -> str | None:
+    """Draw twice from one seed, and once from another."""
+    drawn = []
+    for seed in (1, 1, 2):
+        platform.manual_seed(seed)
+        drawn.append(torch.rand(8, device=device).cpu())
+    if not torch.equal(drawn[0], drawn[1]):
+        return "manual_seed does not repeat random numbers"
+    return "manual_seed has no effect on random numbers" if torch.equal(drawn[1], drawn[2]) else None
 
 
 def _process_group(platform: Platform, device: torch.device) -> str | None:

@@ -134,6 +134,12 @@ class Platform:
         """Select deterministic kernels, before the first matmul."""
         torch.use_deterministic_algorithms(True)
 
+    # Random numbers
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's generators of the host and the device, from which modules of library users may draw."""
+        torch.manual_seed(seed)
+
     # Profiler
 
     def is_kernel(self, event: Any) -> bool:

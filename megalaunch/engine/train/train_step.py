@@ -17,6 +17,7 @@ import socket
 from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from megalaunch.engine.optimizer.learning_rate import learning_rate
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.float8 import begin_float8_step, end_float8_step, update_float8_scales
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.precision.loss_scale import UpdateState
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.bad_steps import BadStep, LossHistory
@@ -135,8 +137,7 @@ class TrainStep:
             mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
         tokens, *mtp_tokens = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
         updates, limits = self._updates, self._spec.precision.loss_scale
-        self._set_loss_factors(step)
-        begin_float8_step(self._model)
+        self._set_up_model(step)
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
         end_float8_step(self._model, self._mesh)
@@ -171,6 +172,23 @@ class TrainStep:
             skipped,
             self._updates,
         )
+
+    def _set_up_model(self, step: int) -> None:
+        """Set what the modules of the model read or draw from in this step."""
+        self._set_loss_factors(step)
+        self._seed_generators(step)
+        begin_float8_step(self._model)
+
+    def _seed_generators(self, step: int) -> None:
+        """Seed torch's generators for modules of a library user, so that a step draws the same after a restart.
+
+        Tensor-parallel ranks draw alike: outside of tensor-parallel regions they hold the same activations. The
+        standard modules compute their random numbers from the seed and the place of each value.
+        """
+        if not self._model.has_standard_modules:
+            mesh = self._mesh
+            sequence = np.random.SeedSequence([self._spec.train.seed, step, mesh.dp_rank, mesh.cp.rank, mesh.pp.rank])
+            platform_of(mesh.device).manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 
     def _set_loss_factors(self, step: int) -> None:
         """Set what multiplies the losses of this step: the scale of fp16, and the share of a rampup's microbatches."""
