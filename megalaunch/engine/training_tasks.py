@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,6 @@ from megalaunch.engine.train.validator import MayGoOn
 from megalaunch.rundir.metrics import task_key
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.schema.eval_tasks import EvalTasksSpec
 
 
 class TrainingModelTasks:
@@ -72,7 +72,7 @@ class TrainingModelTasks:
                     tasks=list(settings.names),
                     num_fewshot=settings.num_fewshot,
                     limit=settings.limit,
-                    task_manager=_task_manager(settings),
+                    task_manager=self._task_manager,
                     log_samples=False,
                     bootstrap_iters=0,
                 )
@@ -83,11 +83,17 @@ class TrainingModelTasks:
         # lm-eval gives results to the first process of a machine only.
         return run_on_rank0(lambda: {_key(one): float(one.value) for one in read_scores(found)})
 
+    @cached_property
+    def _task_manager(self) -> TaskManager:
+        """lm-eval's index of tasks: it reads thousands of files, which takes seconds."""
+        folder = self._settings.include_path
+        return TaskManager(include_path=None if folder is None else str(Path(folder).expanduser()))
+
     def _load_problem(self) -> RankError | None:
         """Load the tasks and their data; return the error, if any."""
         settings = self._settings
         with _random_states_restored(self._state.mesh.device):
-            manager = _task_manager(settings)
+            manager = self._task_manager
             unknown = [name for name in settings.names if not manager.match_tasks([name])]
             if unknown:
                 reason = f"train.eval_tasks.names: lm-eval has no task {', '.join(unknown)} (`lm-eval ls tasks`)"
@@ -159,11 +165,6 @@ def _open_source(state: TrainState, directory: RunDirectory) -> ModelSource:
     ends = stop_token_ids(files, {}, tokenizer)
     special = state.spec.data.add_special_tokens
     return ModelSource(directory.root, state.spec, tokenizer, files, ends, add_special_tokens=special)
-
-
-def _task_manager(settings: EvalTasksSpec) -> TaskManager:
-    folder = settings.include_path
-    return TaskManager(include_path=None if folder is None else str(Path(folder).expanduser()))
 
 
 @contextmanager
