@@ -6,7 +6,8 @@ from dataclasses import MISSING
 from typing import TYPE_CHECKING
 
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.keys import Key, schema_keys, suggestion
+from megalaunch.config.groups import option_names
+from megalaunch.config.keys import GROUPS, Key, schema_keys, suggestion
 from megalaunch.format.yaml_value import to_yaml
 from megalaunch.schema import RunSpec, SpecProblem
 from megalaunch.schema.build import describe
@@ -28,6 +29,13 @@ def describe_keys(path: str) -> list[str]:
     """Return meaning, type and default of a key or of each key of a section, without a run; [] for an unknown one."""
     keys = [key for name, key in schema_keys().items() if name == path or name.startswith(f"{path}.")]
     return [f"{key.path}{_unit(key)}\n  {key.field.metadata['meaning']}\n  {_takes(key)}" for key in keys]
+
+
+def describe_options(group: str) -> list[str]:
+    """Return the options of a config group; [] for another name, and for layouts, whose names follow a grammar."""
+    if group not in GROUPS or group == "parallel":
+        return []
+    return [f"{group}=NAME, with NAME one of", f"  {', '.join(option_names(group))}"]
 
 
 def _unit(key: Key) -> str:

@@ -12,6 +12,8 @@ from megalaunch.config.parallel_names import GRAMMAR, merge_layout_names
 from megalaunch.schema.build import did_you_mean
 from megalaunch.schema.remote import is_address, is_hub_address, is_hub_name
 
+_MANY = 20  # names, more than four lines of a message
+
 
 def unknown_key(key: str, value: str = "") -> str:
     """Describe an unknown key and suggest the nearest one; a Megatron-LM argument is translated."""
@@ -61,8 +63,16 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
             return f"{text}; if it is a name on the Hugging Face Hub, {_of_hub(name)}"
         if name.startswith(("/", "./", "../", "~")):
             return f"{text}: the folder does not exist; name a Hugging Face folder with a config.json"
-        return f"{text}{f'; did you mean {same!r}?' if same else ''} (available: {', '.join(names)})"
-    return f"{text}{did_you_mean(name, list(names))} (available: {', '.join(names)})"
+        near = f"; did you mean {same!r}?" if same else ""
+        return f"{text}{near} (nor a folder of that name with a config.json; {_listed(group, names)})"
+    return f"{text}{did_you_mean(name, list(names))} ({_listed(group, names)})"
+
+
+def _listed(group: str, names: Sequence[str]) -> str:
+    """Return the options, or where they are listed if they are many."""
+    if len(names) > _MANY:
+        return f"`megalaunch explain {group}` lists all {len(names)} options"
+    return f"available: {', '.join(names)}"
 
 
 def unknown_recipe(name: str, names: Sequence[str]) -> str:

@@ -44,6 +44,13 @@ def test_keys_and_sections():
     assert "optimizer.beta2\n" in run.invoke(app, ["explain", "optimizer"]).output
 
 
+def test_a_config_group_lists_its_options():
+    text = run.invoke(app, ["explain", "model"]).output
+    assert text.startswith("model=NAME, with NAME one of\n  deepseek_tiny, ")
+    assert "llama3_8b," in text.partition("model.name")[0]
+    assert run.invoke(app, ["explain", "train"]).output.startswith("train.")
+
+
 def test_what_there_is_none_of():
     result = run.invoke(app, ["explain", "parallel.hads_by_tp"])
     assert (result.exit_code, "did you mean 'parallel.heads_by_tp'?" in result.output) == (2, True)

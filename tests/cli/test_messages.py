@@ -86,6 +86,25 @@ def test_a_similar_subcommand_or_option_is_suggested(arguments, meant):
     assert (code, meant in text) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["runs/one"], "convert export runs/one --output HF_DIR"),
+        (["run", "--output", "out"], "convert export run --output out"),
+        (["hf"], "convert import hf --output CHECKPOINT"),
+        (["hf://org/name"], "convert import hf://org/name --output CHECKPOINT"),
+    ],
+)
+def test_the_conversion_of_a_path_is_named(tmp_path, monkeypatch, arguments, meant):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["convert", *arguments])
+    assert result.exit_code == 2
+    assert f"Did you mean 'megalaunch {meant}'?" in result.stderr
+
+
 def test_an_unknown_command_is_told_how_to_list_commands():
     assert "'megalaunch --help' lists the commands" in invoke("qqqq")[1]
 

@@ -174,6 +174,13 @@ def test_own_files_named_as_options_of_data(tmp_path, monkeypatch):
     assert "available: mock" in problems("recipe=tiny", "data=text")["data"].message
 
 
+def test_a_model_that_is_neither_an_option_nor_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = problems("recipe=tiny", "model=my_llama")["model"].message
+    assert "and no folder of that name with a config.json; did you mean 'llama3_8b'?" in message
+    assert re.search(r"`megalaunch explain model` lists all \d+ options", message)
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e3", 1000), ("2E2", 200), ("30.0", 30)])
 def test_whole_numbers_in_scientific_notation(text, value):
     steps = compose(["recipe=tiny", f"train.steps={text}"]).spec.train.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,8 +17,32 @@ from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
+
+class ConvertGroup(CommandGroup):
+    """The conversions; a path in place of one is most often converted to or from Hugging Face."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Name the conversion of a path that was given without one."""
+        if args[0] not in self.commands and not ctx.resilient_parsing and (hint := _conversion_of(args)):
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+def _conversion_of(arguments: list[str]) -> str:
+    """Return the command line with the conversion of a Hugging Face folder, a checkpoint or a run; "" for a name."""
+    from megalaunch.schema.remote import is_hub_address
+
+    path = Path(arguments[0]).expanduser()
+    if not (is_hub_address(arguments[0]) or len(path.parts) > 1 or path.exists()):
+        return ""
+    reads_folder = is_hub_address(arguments[0]) or (path / "config.json").is_file()
+    name, to = ("import", "CHECKPOINT") if reads_folder else ("export", "HF_DIR")
+    rest = arguments if "--output" in arguments else [*arguments, "--output", to]
+    return f"Did you mean '{shlex.join(['megalaunch', 'convert', name, *rest])}'?"
+
+
 app = typer.Typer(
-    cls=CommandGroup,
+    cls=ConvertGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

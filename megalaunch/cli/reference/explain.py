@@ -33,7 +33,7 @@ def explain(
 
     Without a name, list all rules.
     """
-    from megalaunch.config.explain import describe_keys
+    from megalaunch.config.explain import describe_keys, describe_options
 
     rules = read_rules(PAGE.read_text(encoding="utf-8"))
     if name is None:
@@ -42,7 +42,8 @@ def explain(
     wanted = [rule for rule in rules if name in (rule, rule.replace(".", "-"), rule.partition(".")[2])]
     texts = [f"{rule}\n\n{rules[rule]}" for rule in wanted]
     if not wanted and (keys := describe_keys(name)):
-        texts.append("\n".join(keys))
+        options = [textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in describe_options(name)]
+        texts.append("\n".join([*options, *keys]))
     texts += [text for text in (describe_exit_code(name), describe_event(name)) if text]
     if not texts:
         _refuse_unknown(name, rules)
