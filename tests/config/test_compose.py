@@ -177,7 +177,7 @@ def test_own_files_named_as_options_of_data(tmp_path, monkeypatch):
 def test_a_model_that_is_neither_an_option_nor_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = problems("recipe=tiny", "model=my_llama")["model"].message
-    assert "and no folder of that name with a config.json; did you mean 'llama3_8b'?" in message
+    assert "did you mean 'llama3_8b'? (nor a folder of that name with a config.json; " in message
     assert re.search(r"`megalaunch explain model` lists all \d+ options", message)
 
 
