@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,17 @@ if TYPE_CHECKING:
     from megalaunch.platform.detect import Machine
     from megalaunch.platform.packages import Package, PackageState
 
+_WIDTH = 100  # columns of running text
+_WHERE_THE_REST_IS = """\
+`megalaunch doctor --all` also prints what optional packages are for and how they are installed,
+the operators' implementations here, and what the engine runs."""
+
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also print what packages are for, operators and the limits of the engine.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, always with everything.")] = False,
     bundle: Annotated[
         Path | None,
         typer.Option("--bundle", metavar="FILE.tar.gz", help="Collect this report, versions and records of --run."),
@@ -26,7 +35,7 @@ def doctor(
         Path | None, typer.Option("--run", metavar="RUN_DIR", help="With --bundle: the run that failed.")
     ] = None,
 ) -> None:
-    """Report the devices of this machine, missing packages, and what the engine can run.
+    """Report the devices of this machine and missing packages; with --all, also what the engine can run.
 
     --bundle writes an archive for a bug report: spec, logs, events and metrics of a run, versions, settings of the
     environment. Values that look like secrets are replaced; weights, data and generated text are left out.
@@ -49,7 +58,7 @@ def doctor(
 
         typer.echo(json.dumps(report, indent=2))
     else:
-        typer.echo(report_text(report))
+        typer.echo(report_text(report, everything))
 
 
 def _check_bundle(target: Path | None, run: Path | None) -> None:
@@ -96,13 +105,13 @@ def build_report(
 
     import megalaunch
     from megalaunch.plan.attention_backends import serving_backends
-    from megalaunch.plan.supported import LIMITS
 
     chip = machine.chip
     operators, plugin_problems = _implementations(chip.device)
     return {
         "megalaunch": megalaunch.__version__,
         "python": platform.python_version(),
+        "system": platform.platform(),
         "machine": {
             "chip": chip.name,
             "devices": machine.devices,
@@ -133,16 +142,20 @@ def build_report(
                 *_device_problems(machine, packages),
             ]
         ),
-        "engine": [
-            {
-                "key": limit.path,
-                "runs": list(limit.supported),
-                "condition": f"{limit.condition[0]}={limit.condition[1]}",
-                "meaning": limit.meaning,
-            }
-            for limit in LIMITS
-        ],
+        "engine": list(_limits()),
     }
+
+
+def _limits() -> Iterator[dict[str, Any]]:
+    from megalaunch.plan.supported import LIMITS
+
+    for limit in LIMITS:
+        yield {
+            "key": limit.path,
+            "runs": list(limit.supported),
+            "condition": f"{limit.condition[0]}={limit.condition[1]}",
+            "meaning": limit.meaning,
+        }
 
 
 def _platforms(machine: Machine) -> Iterator[dict[str, str]]:
@@ -296,29 +309,25 @@ def _device_fix(version: str, with_package: str) -> str:
     return torch_build_fix(version)
 
 
-def report_text(report: dict[str, Any]) -> str:
-    """Format the report as aligned lines."""
-    machine = report["machine"]
-    lines = [f"megalaunch {report['megalaunch']}, Python {report['python']}", "", "machine"]
-    lines += table_lines(
-        [
-            ("chip", _chip_text(machine)),
-            ("cores", str(machine["cores"])),
-            ("memory", format_memory(machine["memory_bytes"])),
-            ("disk", f"{format_memory(machine['free_disk_bytes'])} free in this folder"),
-            *(("note", note) for note in machine["notes"]),
-        ]
-    )
+def report_text(report: dict[str, Any], everything: bool = False) -> str:
+    """Format the report as aligned lines: one screen, unless everything is wanted."""
+    lines = [f"megalaunch {report['megalaunch']}, Python {report['python']}, {report['system']}"]
+    lines += ["", "machine", *_machine(report["machine"])]
     lines += ["", "platforms"]
     lines += table_lines([(row["platform"], row["implementation"], row["state"]) for row in report["platforms"]])
     lines += ["", "packages"]
     lines += table_lines([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
-    lines += _optional(report["optional"])
-    lines += ["", "operators and their implementations here", *table_lines(_operators(report["operators"]))]
-    lines += table_lines([("model.attention_backend", " | ".join(report["attention_backends"]))])
+    if report["optional"]:
+        lines += ["", "optional packages"]
+        lines += _optional_rows(report["optional"]) if everything else _optional_versions(report["optional"])
+    if everything:
+        lines += ["", "operators and their implementations here", *table_lines(_operators(report["operators"]))]
+        lines += table_lines([("model.attention_backend", " | ".join(report["attention_backends"]))])
     lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
+    if not everything:
+        return "\n".join([*lines, "", _WHERE_THE_REST_IS])
     if report["engine"]:
         lines += ["", "values that the engine runs (others can be checked and planned, not trained)"]
         lines += table_lines(
@@ -327,23 +336,42 @@ def report_text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _machine(machine: dict[str, Any]) -> list[str]:
+    return table_lines(
+        [
+            ("chip", _chip_text(machine)),
+            ("cores", str(machine["cores"])),
+            ("memory", format_memory(machine["memory_bytes"])),
+            ("disk", f"{format_memory(machine['free_disk_bytes'])} free in this folder"),
+            *(("note", note) for note in machine["notes"]),
+        ]
+    )
+
+
 def _operators(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
     return [(row["operator"], row["implementation"]) for row in rows]
 
 
-def _optional(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
+def _optional_versions(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the optional packages as running text; those that are not installed are named at the end of the report."""
+    joined = ", ".join(f"{row['name']}\0{row['version']}" for row in rows if row["version"])  # kept on one line
+    lines = textwrap.wrap(joined or "none", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _optional_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the optional packages with what they are for and how they are installed."""
     shown = [(row["name"], row["version"] or "not installed", row["purpose"], "" if row["version"] else row["install"])
              for row in rows]  # fmt: skip
-    return ["", "optional packages", *table_lines(shown)]
+    return table_lines(shown)
 
 
 def _has_all_packages(optional: list[dict[str, Any]]) -> str:
     absent = [row["name"] for row in optional if row["version"] is None]
     if not absent:
         return "nothing is missing"
-    return f"nothing required for training is missing; optional and not installed: {', '.join(absent)}"
+    text = f"nothing required for training is missing; optional and not installed: {', '.join(absent)}"
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 
 def _chip_text(machine: dict[str, Any]) -> str:

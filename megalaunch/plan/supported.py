@@ -1,4 +1,4 @@
-"""The limits of the engine, as data; this table only shrinks. Shown by `doctor`, `validate-config`, `plan`,
+"""The limits of the engine, as data; this table only shrinks. Shown by `doctor --all`, `validate-config`, `plan`,
 `recipes list` and the reference.
 
 Every other value of these keys composes, validates and plans; `train` rejects it by the rule engine.unsupported.

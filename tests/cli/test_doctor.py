@@ -39,25 +39,38 @@ def test_the_command_here():
     report = json.loads(done.stdout)
     assert report["problems"] == []
     assert {row["key"] for row in report["engine"]} == {limit.path for limit in LIMITS}
-    text = report_text(report)
+    text = report_text(report, everything=True)
     assert all(limit.path in text for limit in LIMITS)
     assert {row["name"] for row in report["optional"]} == {entry.name for entry in OPTIONAL if not entry.only_gpu}
 
 
+@pytest.mark.parametrize("version", [None, "2026.10.11"])
+def test_the_report_fits_on_a_screen(version):
+    """A maintainer reads it in a bug report: 45 lines of 100 columns, whatever is installed."""
+    states = [works(package, "2.13.0+cu130", "8") for package in PACKAGES]
+    report = build_report(machine("h100", 8, ("a note.",)), states, dict.fromkeys(OPTIONAL, version))
+    lines = report_text(report).splitlines()
+    assert (len(lines) <= 45, max(map(len, lines)) <= 100) == (True, True)
+    assert all(any(package.name in line for line in lines) for package in OPTIONAL)
+    assert "megalaunch doctor --all" in lines[-2]
+
+
 def test_optional_packages_that_are_not_installed_are_named():
     optional = {package: None if package.name in ("optuna", "nltk") else "1.0" for package in OPTIONAL}
-    text = report_text(build_report(machine(), [works(TORCH)], optional))
+    report = build_report(machine(), [works(TORCH)], optional)
+    text = report_text(report, everything=True)
     assert re.search(r"^  optuna +not installed  sweep --sampler tpe", text, re.MULTILINE)
     assert "pip install 'megalaunch[sweep]'" in text
     assert "pip install nltk\n" in text
-    assert "nothing required for training is missing; optional and not installed: nltk, optuna\n" in text
+    for shown in (text, report_text(report)):
+        assert "nothing required for training is missing; optional and not installed: nltk, optuna\n" in shown
     assert "\nnothing is missing\n" in report_text(
         build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL, "1"))
     )
 
 
 def test_packages_for_gpus_are_named_where_there_is_one():
-    text = report_text(build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL)))
+    text = report_text(build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL)), everything=True)
     assert re.search(
         r"deep_ep +not installed +parallel.moe_token_dispatcher_type=flex +pip install --no-build-iso", text
     )
@@ -79,7 +92,7 @@ def test_operators_and_what_computes_them(device):
     for module in re.findall(r"megalaunch\.[\w.]+", " ".join(row.implementation for row in rows)):
         assert importlib.util.find_spec(module.rstrip(".")), module
     assert "operators and their implementations here\n  causal attention " in report_text(
-        build_report(machine(), [works(TORCH)])
+        build_report(machine(), [works(TORCH)]), everything=True
     )
 
 

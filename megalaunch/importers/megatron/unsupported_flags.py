@@ -17,7 +17,7 @@ IGNORED: dict[str, str] = {
         create-all-gather-group disable-msc checkpoint-activations
     """,
     "an old spelling that Megatron rejects": "batch-size warmup model-parallel-size",
-    "kernels are selected by device; megalaunch doctor lists them": """
+    "kernels are selected by device; megalaunch doctor --all lists them": """
         transformer-impl flash-attention-version no-masked-softmax-fusion no-bias-gelu-fusion
         no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm memory-efficient-layer-norm
         no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl moe-grouped-gemm
