@@ -26,7 +26,7 @@ def doctor(
     everything: Annotated[
         bool, typer.Option("--all", help="Also print what packages are for, operators and the limits of the engine.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, always with everything.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     bundle: Annotated[
         Path | None,
         typer.Option("--bundle", metavar="FILE.tar.gz", help="Collect this report, versions and records of --run."),
