@@ -6,6 +6,7 @@ So `megalaunch --help` imports none of them, and a fault in one breaks no other.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,6 +117,27 @@ class LazyGroup(CommandGroup):
             ignore_broken_pipe()
         return name, load_command(name) if name and listed else listed, rest
 
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Run a command line; end it with cause and fix if a package of a platform is broken."""
+        try:
+            return super().main(*args, **settings)
+        except Exception as error:
+            _end_with_platform_error(error)
+            raise
+
+
+def _end_with_platform_error(error: Exception) -> None:
+    """End the command if a package of a platform is broken: any command may look at it, or import torch, which does."""
+    import traceback
+
+    from megalaunch.platform.plugins import PlatformError
+    from megalaunch.platform.torch_backends import broken_backend
+
+    found = error if isinstance(error, PlatformError) else broken_backend("".join(traceback.format_exception(error)))
+    if found is not None:
+        print(f"error: {found.cause}\nfix:  {found.fix}", file=sys.stderr)
+        sys.exit(2)
+
 
 def load_command(name: str) -> Any:
     """Import a subcommand and build its parser."""
@@ -166,8 +188,3 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the subcommand."""
-
-
-def main() -> None:
-    """Run the command line; the console script comes here by way of megalaunch.cli.main."""
-    app(prog_name="megalaunch")

@@ -34,21 +34,4 @@ def main() -> None:
         gc.disable()
     from megalaunch.cli.app import app
 
-    try:
-        app(prog_name="megalaunch")
-    except Exception as error:
-        _end_with_platform_error(error)
-        raise
-
-
-def _end_with_platform_error(error: Exception) -> None:
-    """End the command if a package of a platform is broken: any command may look at it, or import torch, which does."""
-    import traceback
-
-    from megalaunch.platform.plugins import PlatformError
-    from megalaunch.platform.torch_backends import broken_backend
-
-    found = error if isinstance(error, PlatformError) else broken_backend("".join(traceback.format_exception(error)))
-    if found is not None:
-        print(f"error: {found.cause}\nfix:  {found.fix}", file=sys.stderr)
-        sys.exit(2)
+    app(prog_name="megalaunch")

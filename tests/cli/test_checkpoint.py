@@ -135,7 +135,7 @@ def test_refusals(run: RunDirectory, tmp_path: Path):
 
 def test_torch_is_not_needed(run: RunDirectory):
     code = (
-        "import sys\nfrom megalaunch.cli.app import main\n"
+        "import sys\nfrom megalaunch.cli.main import main\n"
         f"for given in (['list', {str(run.root)!r}], ['inspect', {str(run.root)!r}], ['verify', {str(run.root)!r}]):\n"
         "    sys.argv = ['megalaunch', 'checkpoint', *given]\n"
         "    try:\n        main()\n"

@@ -15,7 +15,7 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    program = "from megalaunch.cli.app import main; main()"
+    program = "from megalaunch.cli.main import main; main()"
     command = [sys.executable, "-c", program, "preprocess", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 

@@ -14,6 +14,7 @@ from installed_package import install_package
 
 from megalaunch.launch.failure import Failure, name_broken_backend
 from megalaunch.platform.packages import Package, inspect_packages
+from megalaunch.platform.plugins import PlatformError
 
 PLATFORM = """
 from megalaunch.platform.platforms import PlatformFacts
@@ -107,10 +108,23 @@ def test_every_command_says_what_is_wrong(tmp_path, entry, names):
         assert code == (0 if name == "doctor" else 2)
 
 
+def test_the_app_itself_says_what_is_wrong(monkeypatch):
+    """As tests and other programs call it: not only the console script ends without a traceback."""
+    from typer.testing import CliRunner
+
+    from megalaunch.cli.app import app
+
+    def broken() -> None:
+        raise PlatformError("the platform warp cannot be loaded", REPAIR)
+
+    monkeypatch.setattr("megalaunch.platform.detect.detect_machine", broken)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.stderr) == (2, f"error: the platform warp cannot be loaded\nfix:  {REPAIR}\n")
+
+
 def test_a_class_that_is_no_platform_is_an_error_of_the_engine(tmp_path, monkeypatch):
     from megalaunch.engine.platform.registry import _load
     from megalaunch.platform.platforms import PlatformFacts
-    from megalaunch.platform.plugins import PlatformError
 
     install_package(tmp_path, FILES, {})
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -122,7 +122,7 @@ def test_torch_stays_out_of_these_commands(arguments):
     code = (
         "import json, sys\n"
         f"sys.argv = ['megalaunch', *{arguments!r}]\n"
-        "from megalaunch.cli.app import main\n"
+        "from megalaunch.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    code = end.code\n"
         "kept_out = {'torch', 'safetensors', 'matplotlib', 'pandas', 'megalaunch.importers'}\n"
