@@ -76,6 +76,7 @@ def test_recomputed_experts_have_the_numbers_of_one_process(model, modules, name
 
 
 LATENT = {
+    "model__mtp": {"num_layers": 1, "loss_coeff": 0.5},
     "model__mla": {
         "kv_lora_rank": 10,
         "q_lora_rank": 12,
@@ -93,9 +94,17 @@ LATENT_LAYOUTS = {
     "ep2cp2": {"cp": 2, "ep": 2},
     "ep2pp2": {"dp": 2, "ep": 2, "pp": 2, "schedule": "1f1b"},
     "ep2 zero3": {"dp": 4, "ep": 2, "data_sharding": "optim_grads_params"},
+    "ep2 zero2": {"dp": 4, "ep": 2, "data_sharding": "optim_grads"},
+    "ep2 zero1": {"dp": 4, "ep": 2, "data_sharding": "optim"},
+    "ep2dp2": {"dp": 4, "ep": 2, "data_sharding": "no_shard"},
+    "ep2 hsdp": {"dp": 4, "ep": 2, "dp_replicate": 2, "data_sharding": "optim_grads_params"},
     "ep4": {"dp": 4, "ep": 4},
     "etp2": {"dp": 2, "etp": 2},
+    "ep2pp2 gpipe": {"dp": 2, "ep": 2, "pp": 2, "schedule": "gpipe"},
+    "ep2pp2 interleaved": {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "schedule": "interleaved"},
+    "ep2pp2 zero bubble": {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "schedule": "zero_bubble"},
     "ep2pp2 zbv": {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "schedule": "zbv"},
+    "ep2dp2tp2sp": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2},
     "ep4dp2tp2sp": {"dp": 4, "tp": 2, "sequence_parallel": True, "ep": 4},
 }
 
@@ -106,12 +115,18 @@ def alone(model):
     return joined_stages(run_ranks(1, on_ranks, expert_spec(MODELS[model]), True))
 
 
+QUICK = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp")]
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
-    slow_but(product(MODELS, LAYOUTS), *product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp")),
+    [
+        *slow_but(product(MODELS, LAYOUTS), *QUICK),
+        *slow_but(product(["batch"], sorted(LATENT_LAYOUTS.keys() - LAYOUTS.keys()))),
+    ],
 )
 def test_layouts_have_the_numbers_of_one_process(model, name):
-    spec = expert_spec(MODELS[model], **LAYOUTS[name])
+    spec = expert_spec(MODELS[model], **{**LATENT_LAYOUTS, **LAYOUTS}[name])
     every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
     assert_same(joined_stages(every), alone(model))
 
@@ -127,6 +142,14 @@ def test_latent_attention_and_experts_have_the_numbers_of_one_process(name):
     spec = expert_spec(DEEPSEEK, LATENT, **LATENT_LAYOUTS[name])
     every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
     assert_same(joined_stages(every), latent_alone())
+
+
+@pytest.mark.slow
+def test_dualpipev_has_the_numbers_of_one_process():
+    """It needs a microbatch for each of four stages; the loss of a sequence does not depend on their size."""
+    layout = {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "schedule": "dualpipev"}
+    spec = expert_spec(DEEPSEEK, {**LATENT, "batch__micro_batch_size": 1}, **layout)
+    assert_same(joined_stages(run_ranks(4, on_ranks, spec, True)), latent_alone())
 
 
 UNBALANCED = DEEPSEEK | {"balance_loss": "none", "balance_bias": False}
