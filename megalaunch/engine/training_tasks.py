@@ -64,7 +64,7 @@ class TrainingModelTasks:
     def __call__(self, may_go_on: MayGoOn) -> Mapping[str, float] | None:
         """Return the scores by key of metrics.jsonl; None if a stop signal interrupted the tasks."""
         self._model.may_go_on = may_go_on
-        settings = self._settings
+        settings = self._state.spec.train.eval_tasks
         with _random_states_restored(self._state.mesh.device):
             try:
                 found = simple_evaluate(
@@ -91,7 +91,7 @@ class TrainingModelTasks:
 
     def _load_problem(self) -> RankError | None:
         """Load the tasks and their data; return the error, if any."""
-        settings = self._settings
+        settings = self._state.spec.train.eval_tasks
         with _random_states_restored(self._state.mesh.device):
             manager = self._task_manager
             unknown = [name for name in settings.names if not manager.match_tasks([name])]
