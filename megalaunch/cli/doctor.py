@@ -1,4 +1,4 @@
-"""`megalaunch doctor`: report the devices of this machine, missing packages and the values that the engine runs."""
+"""`megalaunch doctor`: report the devices of this machine, missing packages and the operators of the engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 _WIDTH = 100  # columns of running text
 _WHERE_THE_REST_IS = """\
 `megalaunch doctor --all` also prints what optional packages are for and how they are installed,
-the operators' implementations here, and what the engine runs."""
+and the operators' implementations here."""
 
 
 def doctor(
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also print what packages are for, operators and the limits of the engine.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also print what packages are for, and operators.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     bundle: Annotated[
         Path | None,
@@ -35,7 +33,7 @@ def doctor(
         Path | None, typer.Option("--run", metavar="RUN_DIR", help="With --bundle: the run that failed.")
     ] = None,
 ) -> None:
-    """Report the devices of this machine and missing packages; with --all, also what the engine can run.
+    """Report the devices of this machine and missing packages; with --all, also its operators.
 
     --bundle writes an archive for a bug report: spec, logs, events and metrics of a run, versions, settings of the
     environment. Values that look like secrets are replaced; weights, data and generated text are left out.
@@ -142,20 +140,7 @@ def build_report(
                 *_device_problems(machine, packages),
             ]
         ),
-        "engine": list(_limits()),
     }
-
-
-def _limits() -> Iterator[dict[str, Any]]:
-    from megalaunch.plan.supported import LIMITS
-
-    for limit in LIMITS:
-        yield {
-            "key": limit.path,
-            "runs": list(limit.supported),
-            "condition": f"{limit.condition[0]}={limit.condition[1]}",
-            "meaning": limit.meaning,
-        }
 
 
 def _platforms(machine: Machine) -> Iterator[dict[str, str]]:
@@ -326,14 +311,7 @@ def report_text(report: dict[str, Any], everything: bool = False) -> str:
     lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
-    if not everything:
-        return "\n".join([*lines, "", _WHERE_THE_REST_IS])
-    if report["engine"]:
-        lines += ["", "values that the engine runs (others can be checked and planned, not trained)"]
-        lines += table_lines(
-            [(row["key"], _values(row["runs"]), f"with {row['condition']}") for row in report["engine"]]
-        )
-    return "\n".join(lines)
+    return "\n".join(lines if everything else [*lines, "", _WHERE_THE_REST_IS])
 
 
 def _machine(machine: dict[str, Any]) -> list[str]:
@@ -384,8 +362,3 @@ def _chip_text(machine: dict[str, Any]) -> str:
     parts += [f"{format_memory(memory)} each"] if memory else []
     parts += [f"{peak / 1e12:g} TFLOP/s in bf16"] if peak else []
     return ", ".join(parts)
-
-
-def _values(values: list[Any]) -> str:
-    names = {None: "null", False: "false", True: "true"}
-    return " | ".join(names[value] if value is None or isinstance(value, bool) else str(value) for value in values)

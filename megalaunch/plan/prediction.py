@@ -25,7 +25,6 @@ from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_byte
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
 from megalaunch.plan.stage_params import chunks_by_rank
-from megalaunch.plan.supported import not_trained
 from megalaunch.plan.topology import RankGrid, Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.schema import RunSpec
@@ -94,13 +93,10 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
     budget = float(tokens_requested(spec)) if tokens is None else tokens
     time: StepTime | None = None
     why = ""
-    if beyond := not_trained(spec):
-        why = f"the engine does not train {', '.join(beyond)}"
-    else:
-        try:
-            time = step_time(spec)
-        except UnknownChipSpeed as error:
-            why = str(error)
+    try:
+        time = step_time(spec)
+    except UnknownChipSpeed as error:
+        why = str(error)
     chip = CHIPS.get(spec.platform.chip)
     return Prediction(
         topology=topology,

@@ -10,14 +10,13 @@ from typing import Any
 
 from megalaunch.format.table import table_lines
 from megalaunch.plan.batch import get_rampup, tokens_per_step, tokens_requested
-from megalaunch.plan.findings import Finding, Severity, as_json, as_override, has_errors
+from megalaunch.plan.findings import Finding, Severity, as_json, has_errors
 from megalaunch.plan.overrides import overrides_row
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, SpecProblem
 
 _WIDTH = 116
-_UNSUPPORTED = "engine.unsupported"  # the rule about values that can be planned but not trained
 
 
 def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
@@ -43,11 +42,10 @@ def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None
 
 
 def findings_json(findings: Sequence[Finding], derived: Mapping[str, Any]) -> str:
-    """Return one object: valid, trains (the engine supports it), findings, derived."""
+    """Return one object: valid, findings, derived."""
     valid = not has_errors(list(findings))
-    status = {"valid": valid, "trains": valid and not any(f.rule == _UNSUPPORTED for f in findings)}
     return json.dumps(
-        {**status, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
+        {"valid": valid, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
     )
 
 
@@ -137,6 +135,4 @@ def _summary_line(findings: Sequence[Finding]) -> str:
     shown = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
     if counts[0][0]:
         return ", ".join(shown)
-    beyond = ", ".join(f"{f.path}={as_override(f.numbers['value'])}" for f in findings if f.rule == _UNSUPPORTED)
-    plans_only = f"; a plan only: the engine of this version does not train with {beyond}" if beyond else ""
-    return "valid" + (f", {shown[0]}" if shown else "") + plans_only
+    return "valid" + (f", {shown[0]}" if shown else "")

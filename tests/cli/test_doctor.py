@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from megalaunch.cli.doctor import build_report, report_text
-from megalaunch.plan.supported import LIMITS
 from megalaunch.platform import packages as packages_module
 from megalaunch.platform import selection
 from megalaunch.platform.chips import CHIPS
@@ -38,9 +37,6 @@ def test_the_command_here():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["problems"] == []
-    assert {row["key"] for row in report["engine"]} == {limit.path for limit in LIMITS}
-    text = report_text(report, everything=True)
-    assert all(limit.path in text for limit in LIMITS)
     assert {row["name"] for row in report["optional"]} == {entry.name for entry in OPTIONAL if not entry.only_gpu}
 
 
@@ -63,7 +59,9 @@ def test_optional_packages_that_are_not_installed_are_named():
     assert "pip install 'megalaunch[sweep]'" in text
     assert "pip install nltk\n" in text
     for shown in (text, report_text(report)):
-        assert "nothing required for training is missing; optional and not installed: nltk, optuna\n" in shown
+        assert (
+            "nothing required for training is missing; optional and not installed: nltk, optuna" in shown.splitlines()
+        )
     assert "\nnothing is missing\n" in report_text(
         build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL, "1"))
     )

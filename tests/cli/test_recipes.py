@@ -133,7 +133,6 @@ def test_list_as_json(folder):
         "sequence_length": 8192,
         "micro_batch_size": 1,
         "global_batch_size": 128,
-        "not_trained": [],
         "problem": "",
     }
     assert rows["mixtral_8x7b"]["active"] == 12_879_925_248
@@ -193,16 +192,3 @@ def test_a_recipe_that_is_not_there(folder, arguments):
     result = run(*arguments)
     assert result.exit_code == 2
     assert "there is no recipe 'tinny'; did you mean 'tiny'?" in " ".join(result.output.split())
-
-
-def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):
-    write(
-        folder / "conf" / "precision" / "library.yaml",
-        "compute_dtype: fp8\nfp8: {implementation: transformer_engine}\n",
-    )
-    defaults = "defaults: [mixtral_8x7b, override /precision: library, _self_]\n"
-    write(folder / "recipes" / "library.yaml", defaults)
-    listed = {line.split()[0]: line for line in run("list").stdout.splitlines()}
-    assert "[plans only: experts by Transformer Engine" in listed["library"]
-    assert "[plans only" not in listed["moonlight_16b"]
-    assert "[plans only" not in listed["llama3_8b"]

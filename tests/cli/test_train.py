@@ -124,7 +124,14 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     [
         (["train.stepz=3"], "did you mean"),
         (["+experiment=big"], "unknown key"),
-        (["precision.fp8.implementation=transformer_engine", "model.moe.num_experts=4"], "[engine.unsupported]"),
+        (
+            [
+                "precision.fp8.implementation=transformer_engine",
+                "precision.compute_dtype=fp8",
+                "model.moe.num_experts=4",
+            ],
+            "[fp8.library_experts]",
+        ),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),
         (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),

@@ -184,44 +184,6 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
     assert "bytes long" in result.output
 
 
-@pytest.mark.parametrize(
-    ("overrides", "beyond"),
-    [
-        (
-            (
-                "recipe=mixtral_tiny",
-                "precision=fp8",
-                "precision.fp8.implementation=transformer_engine",
-                "platform=h100",
-                "cluster.devices_per_node=2",
-            ),
-            "model.moe.num_experts=4",
-        ),
-    ],
-)
-def test_what_the_engine_does_not_train_yet_is_said(overrides, beyond):
-    """The verdict, its JSON, the plan and the list say what `train` would refuse."""
-    text = validate(*overrides)
-    assert text.exit_code == 0, text.output
-    said = text.output.rstrip().splitlines()[-1]
-    assert said.startswith("valid")
-    assert "a plan only: the engine of this version does not train with" in said
-    assert beyond in said
-    assert json.loads(validate(*overrides, "--json").output)["trains"] is False
-    planned = run.invoke(app, ["plan", *overrides, "model.vocab_size=512"]).output
-    assert "a plan only: the engine of this version does not train" in planned
-    assert beyond in planned
-    refused = run.invoke(app, ["train", "--dry-run", *overrides, "data.mock=true", "data.corpus=null"])
-    assert (refused.exit_code, "engine.unsupported" in refused.output) == (2, True), refused.output
-    assert beyond.partition("=")[0] in refused.output
-
-
-def test_what_the_engine_trains_is_valid_without_more():
-    assert json.loads(validate("recipe=tiny", "--json").output)["trains"] is True
-    assert "a plan only" not in validate("recipe=tiny").output
-    assert "a plan only" not in run.invoke(app, ["plan", "recipe=tiny", "model.vocab_size=512"]).output
-
-
 def test_hydras_own_views(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = tmp_path / "sha'red"

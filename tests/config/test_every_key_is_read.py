@@ -11,7 +11,6 @@ from pathlib import Path
 
 import megalaunch
 from megalaunch.config.keys import schema_keys
-from megalaunch.plan.supported import LIMITS
 from megalaunch.schema import RunSpec
 from megalaunch.schema.build import resolve_annotations
 
@@ -21,16 +20,6 @@ ROOMS = ("plan", "data", "launch", "launchers", "platform", "engine", "rundir")
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
 RUN_ROOMS = ("engine", "data", "launch", "launchers", "platform", "rundir")
 RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_validation.py", "plan/layers.py")
-# A limit that leaves a choice is no excuse: its key has to be read. (null, auto and 1 stand for one value.)
-LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.supported)) <= 4}
-
-# Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
-WITHOUT = {
-    "parallel.hierarchical_context_parallel_sizes": "parallel.cp_comm_type",
-    "parallel.microbatch_group_size_per_vp_stage": "parallel.vpp",
-    "parallel.schedule": "parallel.pp",
-    "recompute.": "recompute.granularity",
-}
 # Keys that are not for a run: they name it, start it or plan it.
 # (parallel.overlap_p2p_comm: torch's interleaved schedules send without waiting, always; a plan compares both.)
 ELSEWHERE = {
@@ -124,13 +113,12 @@ def keys_read() -> set[str]:
     found: set[str] = set()
     for room in ROOMS:
         for path in (PACKAGE / room).rglob("*.py"):
-            if path != PACKAGE / "plan" / "supported.py":
-                found.update(keys_read_in(path.read_text(encoding="utf-8")))
+            found.update(keys_read_in(path.read_text(encoding="utf-8")))
     return found
 
 
 def test_every_key_has_a_reader():
-    unread = set(schema_keys()) - keys_read() - {limit.path for limit in LIMITS}
+    unread = set(schema_keys()) - keys_read()
     assert not unread, f"settings that nothing reads: {sorted(unread)}"
 
 
@@ -151,10 +139,6 @@ def f(spec, data: DataSpec, x):
     assert set(keys_read_in("'train.steps'")) == set()
 
 
-def test_limits_name_keys_that_exist():
-    assert {limit.path for limit in LIMITS} <= set(schema_keys())
-
-
 def read_by_a_run():
     found = set()
     for room in RUN_ROOMS:
@@ -165,22 +149,6 @@ def read_by_a_run():
     return found
 
 
-def means_nothing(key):
-    """True when a refused key decides that this one is read at all."""
-    return any(
-        decides in {limit.path for limit in LIMITS}
-        and (key == entry or (entry.endswith(".") and key.startswith(entry)))
-        for entry, decides in WITHOUT.items()
-    )
-
-
-def test_every_key_is_read_refused_or_without_meaning():
-    ignored = {key for key in set(schema_keys()) - read_by_a_run() - LIMITED - ELSEWHERE if not means_nothing(key)}
-    assert not ignored, f"a run ignores {sorted(ignored)}: read them, or list them in plan/supported.py"
-
-
-def test_the_table_of_exceptions_names_keys_that_exist():
-    for entry, decides in WITHOUT.items():
-        assert any(key == entry or (entry.endswith(".") and key.startswith(entry)) for key in schema_keys()), entry
-        assert decides in schema_keys(), decides
-    assert set(schema_keys()) >= ELSEWHERE
+def test_a_run_reads_every_key():
+    ignored = set(schema_keys()) - read_by_a_run() - ELSEWHERE
+    assert not ignored, f"a run ignores {sorted(ignored)}"

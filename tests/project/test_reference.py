@@ -9,7 +9,6 @@ from reference_pages import PAGES, ROOT
 from svg_drawing import WIDTH
 
 import megalaunch
-from megalaunch.cli.reference.configuration import configuration_page
 from megalaunch.plan.findings import OUTSIDE_RULES, REFERENCE, rule_anchor
 from megalaunch.plan.rules.registry import RULES
 
@@ -53,15 +52,3 @@ def test_findings_outside_the_rules_are_listed():
         made |= set(re.findall(r"Finding\(\s*\"([a-z_.]+)\"", path.read_text(encoding="utf-8")))
     assert made - set(RULES) == set(OUTSIDE_RULES)
     assert not set(RULES) & set(OUTSIDE_RULES)
-
-
-def test_a_key_without_which_nothing_is_trained_does_not_run():
-    """`runs: all` stands only where every value is trained."""
-    rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
-    by_key = {line.split("`")[1]: line for line in rows}
-    assert not by_key["num_experts"].endswith("| all |"), by_key["num_experts"]
-    assert by_key["chip"].endswith("| all |")
-    assert by_key["amax_history_len"].endswith("| all |")
-    assert by_key["num_layers"].endswith("|")
-    assert by_key["hidden_size"].endswith("| all |")
-    assert by_key["hysteresis"].endswith("| all |")

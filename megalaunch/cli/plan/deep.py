@@ -40,10 +40,9 @@ def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None,
 
 
 def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
-    """Exit if the run is not valid or not supported by the engine; it may exceed device memory."""
+    """Exit if the run is not valid, or computed by Transformer Engine; it may exceed device memory."""
     from megalaunch.plan.check import check
     from megalaunch.plan.report import finding_block
-    from megalaunch.plan.supported import unsupported
     from megalaunch.runs.errors import fail, refuse
 
     errors = [f for f in check(spec, origins) if f.severity == "error" and f.rule != "memory.fits"]
@@ -51,9 +50,6 @@ def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
         refuse("\n\n".join(finding_block(finding) for finding in errors))
     if spec.model.vocab_size is None:
         fail("the vocabulary is open; give it (model.vocab_size=N) or the data")
-    beyond = [f"  {limit.path}={value}  ({limit.meaning})" for limit, value in unsupported(spec)]
-    if beyond:
-        fail("\n".join(["the engine does not support this yet, so it cannot simulate a step:", *beyond]))
     if spec.precision.uses_transformer_engine:
         fail(
             "a deep plan simulates the engine's own matmuls, not Transformer Engine's\n"

@@ -79,7 +79,6 @@ def _as_text(
 ) -> str:
     from megalaunch.plan.cost import describe_kernels
     from megalaunch.plan.report import finding_block, run_table
-    from megalaunch.plan.supported import not_trained
 
     spec, cluster = resolution.spec, _cluster_text(resolution)
     # Warnings about what a start needs, such as data, do not matter for a plan.
@@ -90,8 +89,6 @@ def _as_text(
         return "\n\n".join([*(finding_block(f) for f in shown), *cluster, f"no plan: {problem}{hint}"])
     blocks = [finding_block(f) for f in shown]
     blocks += [run_table(spec, prediction.topology), *cluster]
-    if beyond := not_trained(spec):
-        blocks.append(f"a plan only: the engine of this version does not train {', '.join(beyond)}")
     blocks.append("\n".join(["ranks", *table_lines(_group_row(groups) for groups in prediction.groups)]))
     blocks.append(_memory_text(prediction))
     if prediction.time:
@@ -189,11 +186,9 @@ def _as_json(
     from megalaunch.plan.findings import as_json, has_errors
     from megalaunch.plan.prediction import assumptions
     from megalaunch.plan.summary import derived_values
-    from megalaunch.plan.supported import not_trained
 
     data: dict[str, Any] = {
         "valid": not has_errors(list(findings)),
-        "not_trained": list(not_trained(spec)),
         "findings": [as_json(f) for f in findings],
         "derived": derived_values(spec),
     }

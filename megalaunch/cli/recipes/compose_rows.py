@@ -11,7 +11,6 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.recipes import read_summary
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import derive
-from megalaunch.plan.supported import unsupported
 from megalaunch.plan.world import world_size
 from megalaunch.schema.parallel import ParallelSpec
 
@@ -42,7 +41,6 @@ def _row(name: str, summary: str, composer: Composer) -> RecipeRow:
         sequence_length=spec.batch.sequence_length,
         micro_batch_size=written.batch.micro_batch_size,
         global_batch_size=spec.batch.global_batch_size,
-        not_trained=tuple(dict.fromkeys(limit.meaning for limit, _ in unsupported(spec))),
     )
 
 

@@ -55,7 +55,7 @@ def indexed_rows() -> dict[str, RecipeRow]:
             return {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    rows = (RecipeRow(**{**row, "not_trained": tuple(row["not_trained"])}) for row in index["rows"])
+    rows = (RecipeRow(**row) for row in index["rows"])
     return {row.name: row for row in rows}
 
 

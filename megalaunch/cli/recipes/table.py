@@ -20,7 +20,7 @@ class RecipeRow:
     """One recipe. A value that depends on data or the machine is None; with a `problem` all values are.
 
     `parameters` counts the decoder's parameters, `active` those used per token. `layout` is a layout name such as
-    "tp4 pp8 sp", "" for data parallelism alone. `not_trained` lists the features that the engine does not support.
+    "tp4 pp8 sp", "" for data parallelism alone.
     """
 
     name: str
@@ -34,7 +34,6 @@ class RecipeRow:
     sequence_length: int | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
-    not_trained: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -45,13 +44,9 @@ def rows_text(rows: Sequence[RecipeRow]) -> str:
         devices = f"{row.devices} {row.chip or ''}".strip() if row.devices else (row.chip or "any")
         size = _size(row)
         sequence = "" if row.sequence_length is None else str(row.sequence_length)
-        summary = f"does not compose: {row.problem}" if row.problem else row.summary + _mark(row)
+        summary = f"does not compose: {row.problem}" if row.problem else row.summary
         table.append((row.name, size, "" if row.problem else devices, row.layout or "", sequence, summary))
     return "\n".join(table_lines(table, indent=0))
-
-
-def _mark(row: RecipeRow) -> str:
-    return f" [plans only: {', '.join(row.not_trained)}]" if row.not_trained else ""
 
 
 def _size(row: RecipeRow) -> str:

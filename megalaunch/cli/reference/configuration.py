@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING
 from typing import Any
 
@@ -10,7 +10,6 @@ from megalaunch.config.groups import CONF
 from megalaunch.config.keys import GROUPS, SECTIONS, Key, schema_keys
 from megalaunch.config.parallel_names import GRAMMAR
 from megalaunch.format.yaml_value import to_yaml
-from megalaunch.plan.supported import Limit, deciding_limit
 from megalaunch.schema import RunSpec
 from megalaunch.schema.build import describe, resolve_annotations
 
@@ -23,9 +22,7 @@ stale.
 A run has {count} keys in {sections} sections. An override `SECTION.KEY=VALUE` or a line of a recipe sets one;
 `megalaunch validate-config --explain KEY` prints where a value comes from. A key without a default must be set by a
 file or an override. If no maximum is stated, it is 1,000,000,000 for an integer and 1e100 for any other number.
-**Runs** lists the values that this version's engine supports; other values can be composed, checked and
-planned, and `train` refuses them by the rule `engine.unsupported`. [configuration](../configuration.md) describes how
-overrides and files are combined, [rules](rules.md) lists the checks.
+[configuration](../configuration.md) describes how overrides and files are combined, [rules](rules.md) lists the checks.
 """
 
 
@@ -76,13 +73,13 @@ def _section(path: str, section: type) -> list[str]:
     lines = [f'<a id="{_anchor(path)}"></a>', "", f"## `{path}`", "", " ".join((section.__doc__ or "").split()), ""]
     if not keys:
         return lines
-    lines += ["| key | takes | default | meaning | runs |", "| --- | --- | --- | --- | --- |"]
-    return [*lines, *(_row(key, deciding_limit(key.path)) for key in keys), ""]
+    lines += ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
+    return [*lines, *(_row(key) for key in keys), ""]
 
 
-def _row(key: Key, limit: Limit | None) -> str:
+def _row(key: Key) -> str:
     meaning = key.field.metadata["meaning"]
-    cells = [f"`{key.path.rpartition('.')[2]}`", _takes(key), _default(key), meaning, _runs(key, limit)]
+    cells = [f"`{key.path.rpartition('.')[2]}`", _takes(key), _default(key), meaning]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -104,16 +101,3 @@ def _bounds(low: Any, high: Any) -> str:
 def _default(key: Key) -> str:
     default = key.field.default
     return "required" if default is MISSING else f"`{to_yaml(default)}`"
-
-
-def _runs(key: Key, limit: Limit | None) -> str:
-    if limit is None:
-        return "all"
-    if limit.path != key.path:
-        return f"none: goes with `{limit.path}` ({limit.meaning})"
-    other, value = limit.condition
-    return f"all; with `{other}={value}`: {_values(limit.supported)}"
-
-
-def _values(values: Sequence[Any]) -> str:
-    return ", ".join(f"`{to_yaml(value)}`" for value in values)

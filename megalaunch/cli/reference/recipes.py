@@ -51,12 +51,8 @@ def _table(rows: list[RecipeRow]) -> Iterator[str]:
         devices = "any" if row.devices is None else f"{row.devices} x {row.chip}"
         yield (
             f"| `recipe={row.name}` | `{row.model}` | {_size(row)} | {devices} | {row.layout or 'data parallel'} "
-            f"| {_batch(row)} | {row.summary.replace('|', chr(92) + '|')}{_mark(row)} |"
+            f"| {_batch(row)} | {row.summary.replace('|', chr(92) + '|')} |"
         )
-
-
-def _mark(row: RecipeRow) -> str:
-    return f" **Plans only:** {', '.join(row.not_trained)}." if row.not_trained else ""
 
 
 def _size(row: RecipeRow) -> str:

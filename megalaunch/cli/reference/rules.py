@@ -45,7 +45,6 @@ _DOMAINS = {
     "platform": "Devices",
     "cluster": "Cluster",
     "launcher": "Launchers",
-    "engine": "Engine support",
     "run": "Run directory",
     "config": "Overrides and files",
 }

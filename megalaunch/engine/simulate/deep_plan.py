@@ -41,7 +41,6 @@ from megalaunch.engine.train.forward_backward import stage_activations
 from megalaunch.kernels.forms import use_kernel_forms
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
-from megalaunch.plan.supported import unsupported
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.packages import lacks_expert_mesh
@@ -69,9 +68,6 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
         RuntimeError: the process is in a process group already.
     """
     started = time.perf_counter()
-    unsupported_values = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
-    if unsupported_values:
-        raise ValueError(f"the engine does not run {', '.join(unsupported_values)}")
     if spec.precision.uses_transformer_engine:
         raise ValueError("a step of Transformer Engine cannot be simulated: set precision.fp8.implementation=native")
     spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory

@@ -6,30 +6,12 @@ import difflib
 import re
 from collections.abc import Iterator
 
-from megalaunch.plan.findings import as_override
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
-from megalaunch.plan.supported import unsupported
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema.paths import value_at
 from megalaunch.schema.remote import is_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-@rule("engine.unsupported", "The engine supports every setting of the run.")
-def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
-    """Any setting can be planned; train refuses an unsupported one with its name."""
-    for entry, value in unsupported(at.spec):
-        shown = " or ".join(as_override(value) for value in entry.supported)
-        key, other = entry.condition
-        yield Violation(
-            entry.path,
-            f"{entry.path}={as_override(value)}: with {key}={as_override(other)} the engine of this version trains "
-            f"with {shown} only ({entry.meaning})",
-            {"value": value, "supported": list(entry.supported)},
-            ({key: entry.unlimited}, *({entry.path: legal} for legal in entry.supported)),
-            severity="error" if at.purpose == "train" else "note",
-        )
 
 
 @rule("launcher.multi_node", "launcher=local has one node, or those of the allocation.")

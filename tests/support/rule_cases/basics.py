@@ -31,20 +31,5 @@ CASES = {
     "cluster.cores": Case("parallel=dp9 batch.global_batch_size=36", "parallel=dp8 batch.global_batch_size=32"),
     "run.local_paths": Case("data.corpus=https://a.example/b.txt", "data.corpus=https:/a.example/b.txt"),
     "run.name": Case("run.name=a/b", "run.name=a-b_c.1"),
-    "engine.unsupported": Case(
-        "precision.fp8.implementation=transformer_engine",
-        "precision.fp8.implementation=native precision.fp8.recipe=rowwise precision.fp8.format=e4m3",
-        (
-            *(
-                "recipe=mixtral_tiny",
-                "data.mock=true",
-                "platform=h100",
-                "cluster.nodes=1",
-                "cluster.devices_per_node=8",
-            ),
-            *("precision.compute_dtype=fp8", "batch.global_batch_size=16"),
-        ),
-        "train",
-    ),
     "launcher.multi_node": Case("cluster.nodes=2", "cluster.nodes=1", (*TINY, "batch.global_batch_size=16"), "train"),
 }
