@@ -5,25 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from megalaunch.cli.output.progress import ProgressLine
+from megalaunch.cli.data.preprocess_output import errors_shown, note, summary
 from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
 from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
-from megalaunch.format.numbers import format_duration
 
-if TYPE_CHECKING:
-    from megalaunch.data.preprocess.preprocess import Result
-    from megalaunch.data.preprocess.state import Progress
-
-_TERMINAL_INTERVAL, _LOG_INTERVAL = 0.2, 10.0  # seconds between two progress lines
-_BAR = 24  # characters
+ARGUMENTS = "megalaunch.arguments"  # of this command in the context's `meta`
 _SMALL_TOKENIZER = ("--output", "tokenizer.json", "--vocab-size", "512")
 
 
@@ -41,7 +34,8 @@ class MegatronCommand(ParametersCommand):
         except ValueError as error:
             refuse(str(error), ExitCode.CONFIGURATION)
         for text in rewritten.notes:
-            _note(text)
+            note(text)
+        ctx.meta[ARGUMENTS] = tuple(rewritten.arguments)
         return super().parse_args(ctx, rewritten.arguments)
 
     def examples(self, args: Sequence[str]) -> list[str]:
@@ -72,12 +66,34 @@ TokenizerFile = Annotated[
         help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks, or hf://ORG/NAME.",
     ),
 ]
+NoBos = Annotated[
+    bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
+]
+JsonKeys = Annotated[
+    list[str] | None, typer.Option(help="Key (column) of the text; may be repeated.", show_default="text")
+]
+BadRecords = Annotated[OnBadRecord, typer.Option(help="Action on a record that cannot be read.")]
+MaxBadText = Annotated[
+    str | None,
+    typer.Option(metavar="N|N%", help="Maximum number or share of skipped bad records; more is an error."),
+]
+Engine = Annotated[EngineChoice, typer.Option(help="Encoder; auto: gigatoken if its ids equal those of tokenizers.")]
+SplitSentences = Annotated[
+    bool, typer.Option("--split-sentences", help="Write one sequence per sentence; the files end in _sentence.")
+]
+Shards = Annotated[
+    int | None, typer.Option(min=1, help="Divide the inputs into this many tasks, and merge their parts.")
+]
+ShardNumber = Annotated[
+    int | None, typer.Option(min=0, help="Run only this task of --shards, from 0, and do not merge.")
+]
 
 preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @preprocess.command(cls=MegatronCommand)
 def run(
+    context: typer.Context,
     inputs: Inputs,
     output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
     tokenizer: TokenizerFile,
@@ -87,31 +103,21 @@ def run(
     tiktoken_num_special_tokens: Annotated[int, typer.Option(help="Number of their special tokens.")] = 1000,
     workers: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: one per core).")] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End every document with the end token.")] = False,
-    no_bos: Annotated[
-        bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
-    ] = False,
-    json_key: Annotated[
-        list[str] | None, typer.Option(help="Key (column) of the text; may be repeated.", show_default="text")
-    ] = None,
+    no_bos: NoBos = False,
+    json_key: JsonKeys = None,
     format: Annotated[Format, typer.Option(help="Format of the inputs; auto: by suffix.")] = Format.AUTO,
-    on_bad_record: Annotated[
-        OnBadRecord, typer.Option(help="Action on a record that cannot be read.")
-    ] = OnBadRecord.STOP,
-    max_bad: Annotated[
-        str | None,
-        typer.Option(metavar="N|N%", help="Maximum number or share of skipped bad records; more is an error."),
-    ] = None,
+    on_bad_record: BadRecords = OnBadRecord.STOP,
+    max_bad: MaxBadText = None,
     max_record_mb: Annotated[float, typer.Option(min=0.001, help="Size above which a record is bad.")] = 64.0,
-    engine: Annotated[
-        EngineChoice, typer.Option(help="Encoder; auto: gigatoken if its ids equal those of tokenizers.")
-    ] = EngineChoice.AUTO,
-    split_sentences: Annotated[
-        bool, typer.Option("--split-sentences", help="Write one sequence per sentence; the files end in _sentence.")
-    ] = False,
+    engine: Engine = EngineChoice.AUTO,
+    split_sentences: SplitSentences = False,
     language: Annotated[str, typer.Option(help="Language of the sentences.")] = "english",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
     checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints of the progress.")] = 10.0,
     log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
+    shards: Shards = None,
+    shard: ShardNumber = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Only merge the parts of all --shards.")] = False,
 ) -> None:
     """Tokenize text into .bin and .idx files in Megatron's format. Megatron's options work too."""
     from megalaunch.runs.hub_paths import local_data, local_tokenizer
@@ -133,7 +139,14 @@ def run(
         record_bytes=int(max_record_mb * 1e6),
         checkpoint_seconds=checkpoint_every,
     )
-    _preprocess(local_data(inputs), output_prefix.expanduser(), settings, log_interval)
+    paths, prefix = local_data(inputs), output_prefix.expanduser()
+    if shards is None and shard is None and not merge:
+        preprocess_whole(paths, prefix, settings, log_interval)
+        return
+    from megalaunch.cli.data.preprocess_shards import Sharded
+
+    work = Sharded(paths, prefix, settings, shards, log_interval, context.meta[ARGUMENTS])
+    work.run(shard, merge)
 
 
 def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
@@ -152,74 +165,14 @@ def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
         refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
 
 
-def _preprocess(inputs: list[str], prefix: Path, settings: Settings, log_interval: int | None) -> None:
-    line = ProgressLine(_TERMINAL_INTERVAL, _LOG_INTERVAL)
-    show = _show_progress(line, log_interval)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
-    from megalaunch.data.errors import DataError
-    from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
-    from megalaunch.rundir.outcome import ExitCode
-    from megalaunch.runs.errors import refuse
+def preprocess_whole(inputs: list[str], prefix: Path, settings: Settings, log_interval: int | None) -> None:
+    """Write all token files in this process, and print the summary; end the command on an error."""
+    with errors_shown("no file has its final name yet; continue with --resume", log_interval) as show:
+        from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 
-    try:
         with TokenizerLoader.start(settings.tokenizer, settings.merges, settings.tiktoken) as loader:
             from megalaunch.data.preprocess.preprocess import preprocess as write_token_files
 
             gc.freeze()  # the garbage collector then ignores the imported modules, which saves time at exit
-            result = write_token_files(inputs, prefix, settings, show, _note, loader)
-    except DataError as error:
-        line.clear()
-        refuse(str(error), ExitCode.DATA)
-    except KeyboardInterrupt:
-        line.clear()
-        refuse("interrupted; no file has its final name yet; continue with --resume", ExitCode.INTERRUPTED)
-    line.clear()
-    typer.echo(_summary(result))
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
-
-
-def _show_progress(line: ProgressLine, documents: int | None) -> Callable[[Progress], None]:
-    """Return a function that updates the progress line when it is due, and every `documents` documents."""
-    counted = 0
-
-    def show(progress: Progress) -> None:
-        nonlocal counted
-        passed = documents is not None and progress.documents // documents > counted // documents
-        counted = progress.documents
-        if passed or line.due:
-            line.show(_line(progress))
-
-    return show
-
-
-def _line(progress: Progress) -> str:
-    seconds = max(progress.seconds, 1e-9)
-    speed = progress.bytes_read / seconds
-    rates = f"{progress.documents:,} documents  {speed / 1e6:.1f} MB/s  {progress.tokens / seconds:,.0f} tokens/s"
-    if not progress.bytes_total:  # the size of standard input is not known
-        return f"{progress.bytes_read / 1e6:,.1f} MB  {rates}"
-    share = min(progress.bytes_read / progress.bytes_total, 1.0)
-    bar = "#" * round(share * _BAR)
-    left = max(progress.bytes_total - progress.bytes_read, 0) / max(speed, 1e-9)
-    return f"[{bar:.<{_BAR}}] {share:4.0%}  {rates}  {format_duration(left)} left"
-
-
-def _summary(result: Result) -> str:
-    counts = result.counts
-    lines = [
-        f"{counts.written:,} documents, {counts.tokens:,} tokens, {counts.bytes_read / 1e6:,.1f} MB "
-        f"in {counts.seconds:.1f} s ({result.engine.name})"
-    ]
-    left_out = counts.skipped + counts.quarantined
-    if left_out:
-        first = result.bad_records[0]
-        place = first["file"] + ("" if first["line"] is None else f", line {first['line']}")
-        lines.append(f"{left_out:,} of {counts.documents:,} records left out, the first: {place}: {first['cause']}")
-    if result.quarantine is not None:
-        lines.append(f"they are in {result.quarantine}")
-    lines += [f"{prefix}.bin, .idx" for prefix in result.prefixes]
-    lines[-1] += f"; report: {result.report.name}"
-    return "\n".join(lines)
+            result = write_token_files(inputs, prefix, settings, show, note, loader)
+    typer.echo(summary(result))

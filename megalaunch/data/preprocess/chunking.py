@@ -119,7 +119,7 @@ def chunks(inputs: Sequence[Input], settings: Settings, start: Position) -> Iter
 def _spans(entry: Input, number: int, settings: Settings, position: int) -> Iterator[Chunk]:
     with open_source(entry.path) as file:
         while position < entry.size:
-            end = _line_end(file, position + settings.chunk_bytes, entry.size)
+            end = line_end(file, position + settings.chunk_bytes, entry.size)
             body: Body = ByteRange(position, end - position)
             if end - position > settings.record_bytes:
                 end, body = _split_at_long_line(file, position, end, settings)
@@ -137,7 +137,7 @@ def _split_at_long_line(file: BinaryIO, position: int, end: int, settings: Setti
     return end, ByteRange(position, size) if size <= settings.record_bytes else too_long(size, settings.record_bytes)
 
 
-def _line_end(file: BinaryIO, position: int, size: int) -> int:
+def line_end(file: BinaryIO, position: int, size: int) -> int:
     """Return the end of the line that contains byte `position - 1`."""
     position -= 1
     while position < size:

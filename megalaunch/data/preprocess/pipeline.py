@@ -27,7 +27,6 @@ from megalaunch.data.preprocess.state import Progress, State, WorkDir, resume_fi
 from megalaunch.data.preprocess.tokenizer_loader import CHECKED_CHARACTERS, TokenizerInfo, TokenizerLoader
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens, required_eod, required_special_tokens, tokenizer_file
 
-_BEGINNING = Position(0, 0)
 # Assigns the documents of a chunk to token files. Arguments: the chunk, its documents, the index of the input that it
 # starts in, and the lines of that input before it. Returns the documents of each file.
 Partition: TypeAlias = Callable[[Chunk, Encoded, int, int], list[EncodedKey]]
@@ -43,7 +42,10 @@ class Job:
         output_prefix: prefix after which the work directory is named.
         finals: prefixes of the token files: one a key, or those of `partition`.
         partition: assigns documents to the token files; None: a file has the documents of one key.
-        hashes_inputs: whether the hashes of the inputs are computed while they are read.
+        hashed: the inputs whose hashes are computed while they are read.
+        start: byte of the first input at which the records begin.
+        size: bytes of the inputs to read; None: all.
+        lines_before: number of lines of the first input before `start`.
     """
 
     inputs: list[Input]
@@ -51,7 +53,15 @@ class Job:
     output_prefix: Path
     finals: Sequence[Path]
     partition: Partition | None = None
-    hashes_inputs: bool = True
+    hashed: Sequence[Input] = ()
+    start: int = 0
+    size: int | None = None
+    lines_before: Callable[[], int] = lambda: 0
+
+    @property
+    def beginning(self) -> Position:
+        """Position of the first record."""
+        return Position(0, self.start)
 
 
 class TextToTokens:
@@ -81,12 +91,13 @@ class TextToTokens:
         self._eod, self.special_tokens = _added_tokens(settings, tokenizer, note)
         self._fingerprint = resume_fingerprint(job.inputs, settings, tokenizer.content)
         saved = self._saved_state()
-        self.state = State.load(saved) if saved else State(Progress(sum(entry.size for entry in job.inputs)))
+        size = sum(entry.size for entry in job.inputs) if job.size is None else job.size
+        self.state = State.load(saved) if saved else State(Progress(size), job.beginning)
         output.open(saved)
         self._tokenizer_path = output.save_tokenizer(tokenizer.content)
         self.backend = EncoderBackend(settings.engine)
         self._chunks: Iterator[Chunk] = iter(())
-        self._hashes = InputHashes(job.inputs if job.hashes_inputs else ())
+        self._hashes = InputHashes(job.hashed)
         self._unchanged = 0  # inputs before this index were unchanged after they were read
         self._consistent = True  # whether state and files cover the same chunks
         self._checkpointed = time.monotonic()
@@ -123,7 +134,7 @@ class TextToTokens:
             DataError: the inputs, the tokenizer, the requested backend or the output cannot be used.
         """
         with EncoderPool(settings.workers, settings.chunk_bytes, settings.fixes.worker_died) as pool:
-            chunks, texts = _peek_first_texts(job.chunks(_BEGINNING), settings)
+            chunks, texts = _peek_first_texts(job.chunks(job.beginning), settings)
             trial = BackendTrial(settings.engine, loader, texts)
             tokenizer = loader.info()
             dtype = token_type(tokenizer.vocab_size)
@@ -137,7 +148,7 @@ class TextToTokens:
     def _start_workers(self, trial: BackendTrial, chunks: Iterator[Chunk]) -> None:
         """Steps 6 to 9 of `start`; `chunks` are those from the beginning."""
         position = self.state.position
-        self._chunks = chunks if position == _BEGINNING else self._job.chunks(position)
+        self._chunks = chunks if position == self._job.beginning else self._job.chunks(position)
         gigatoken = trial.gigatoken(self.tokenizer.content)
         self._pool.start(gigatoken)
         if gigatoken is not None:
@@ -204,9 +215,10 @@ class TextToTokens:
     def _write_chunk(self, chunk: Chunk, encoded: Encoded) -> None:
         """Write and count a chunk; DataError for its first bad record if bad records stop the run."""
         file, lines = self.state.position.file, self.state.line
+        before = self._job.lines_before() if encoded.bad and file == 0 else 0
         self._consistent = False
         try:
-            quarantined = self.state.count_chunk(chunk, encoded, self._settings)
+            quarantined = self.state.count_chunk(chunk, encoded, self._settings, before)
         except DataError:  # raised before anything was counted
             self._consistent = True
             raise

@@ -76,25 +76,56 @@ def preprocess(
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
     with loader or TokenizerLoader.start(settings.tokenizer, settings.merges, settings.tiktoken) as loading:
         found = find_inputs(inputs, settings.format, note)
-        level = "document" if settings.language is None else "sentence"
-        finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
-        job = Job(found, lambda start: chunks(found, settings, start), output_prefix, finals)
-        with TextToTokens.start(job, settings, loading, show, note) as run:
-            if run.backend.note:
-                note(run.backend.note)
-            run.encode()
-            state = run.state
-            state.check_complete(", ".join(inputs), settings)
+        finals = final_prefixes(output_prefix, settings)
+        job = Job(found, lambda start: chunks(found, settings, start), output_prefix, finals, hashed=found)
+        return write_token_files(job, settings, loading, show, note, ", ".join(inputs))
+
+
+def final_prefixes(output_prefix: Path, settings: Settings) -> list[Path]:
+    """Return the prefixes of the token files, one a key."""
+    level = "document" if settings.language is None else "sentence"
+    return [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
+
+
+def quarantine_path(output_prefix: Path, finals: Sequence[Path]) -> Path:
+    """Return the file of the quarantined records."""
+    return finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl")
+
+
+def write_token_files(
+    job: Job,
+    settings: Settings,
+    loading: TokenizerLoader,
+    show: Callable[[Progress], None],
+    note: Callable[[str], None],
+    sources: str | None = None,
+) -> Result:
+    """Write the token files and reports of a job.
+
+    Args:
+        job: its inputs and outputs.
+        settings, show, note: as for `preprocess`.
+        loading: loads the tokenizer.
+        sources: name of all inputs together, which must hold valid records; None: the job has only some of them.
+
+    Raises:
+        DataError: as `preprocess`.
+    """
+    with TextToTokens.start(job, settings, loading, show, note) as run:
+        if run.backend.note:
+            note(run.backend.note)
+        run.encode()
+        state = run.state
+        if sources is not None:
+            state.check_complete(sources, settings)
             if not state.counts.tokens:
                 note(f"the files hold no tokens: the text of all {state.counts.written:,} documents is empty")
-            quarantine = None
-            if state.counts.quarantined:
-                quarantine = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl")
-            hashes = run.finish()
-            outputs = run.output.build_indexes()
-            report, *_ = _write_reports(finals, found, hashes, settings, run, loading.vocabulary_hash(), outputs)
-            run.publish(quarantine)
-            return Result(tuple(finals), report, quarantine, state.counts, state.bad, run.backend)
+        quarantine = quarantine_path(job.output_prefix, job.finals) if state.counts.quarantined else None
+        hashes = run.finish()
+        outputs = run.output.build_indexes()
+        report, *_ = _write_reports(job.finals, job.hashed, hashes, settings, run, loading.vocabulary_hash(), outputs)
+        run.publish(quarantine)
+        return Result(tuple(job.finals), report, quarantine, state.counts, state.bad, run.backend)
 
 
 def _write_reports(

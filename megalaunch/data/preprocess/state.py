@@ -31,7 +31,7 @@ from megalaunch.fs import PUBLIC_FILE_MODE, lock_file, sync_directory, write_fil
 
 _PARTS = ("bin", "lengths", "documents")
 _SYNCED_AT_ONCE = 1 << 23  # bytes between syncs, about as many as are left for the final one
-_BAD_RECORDS_LISTED = 1000
+BAD_RECORDS_LISTED = 1000
 # Increment when the same inputs and settings would give different files.
 _RECIPE_VERSION = 2
 _MORE_BAD = "Mend the input, or raise --max-bad."
@@ -61,8 +61,8 @@ class State:
     bad: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
 
-    def count_chunk(self, chunk: Chunk, encoded: Encoded, settings: Settings) -> list[bytes]:
-        """Count a chunk and return its lines for the quarantine.
+    def count_chunk(self, chunk: Chunk, encoded: Encoded, settings: Settings, lines_before: int = 0) -> list[bytes]:
+        """Count a chunk and return its lines for the quarantine; `lines_before` are those of its file before the job.
 
         Raises:
             DataError: a bad record stops the run, or there are more than `max_bad`. Nothing is counted then.
@@ -71,18 +71,15 @@ class State:
         lines: list[bytes] = []
         listed: list[dict[str, Any]] = []
         for bad in encoded.bad:
-            line = bad.line(self.line)
+            line = bad.line(lines_before + self.line)
             if on_bad_record is OnBadRecord.STOP:
                 raise DataError(bad.cause, file=bad.path, record=line, fix=f"{bad.fix} {stop_fix}".strip())
-            if len(self.bad) + len(listed) < _BAD_RECORDS_LISTED:
+            if len(self.bad) + len(listed) < BAD_RECORDS_LISTED:
                 listed.append({"file": str(bad.path), "line": line, "cause": bad.cause})
             if on_bad_record is OnBadRecord.QUARANTINE:
                 lines.append(_quarantine_line(bad, line))
         counts, left_out = self.counts, len(encoded.bad)
-        allowed, found = settings.max_bad.count, counts.skipped + counts.quarantined + left_out
-        if allowed is not None and found > allowed:
-            first = _first_of([*self.bad, *listed])
-            raise DataError(f"{found:,} records are bad, --max-bad allows {settings.max_bad}{first}", fix=_MORE_BAD)
+        _refuse_too_many(counts.skipped + counts.quarantined + left_out, settings, [*self.bad, *listed])
         self.bad += listed
         counts.documents += encoded.records
         counts.written += encoded.records - left_out
@@ -102,6 +99,7 @@ class State:
             raise DataError("the inputs hold no documents", file=sources, fix="Give files with text.")
         if not counts.written:
             raise DataError(f"none of the {left_out:,} records can be used{_first_of(self.bad)}", file=sources)
+        _refuse_too_many(left_out, settings, self.bad)
         share = settings.max_bad.share
         if share is not None and left_out > share * counts.documents:
             cause = (
@@ -124,6 +122,13 @@ class State:
             bad=saved["bad"],
             complete=saved["complete"],
         )
+
+
+def _refuse_too_many(found: int, settings: Settings, bad: Sequence[dict[str, Any]]) -> None:
+    allowed = settings.max_bad.count
+    if allowed is not None and found > allowed:
+        cause = f"{found:,} records are bad, --max-bad allows {settings.max_bad}{_first_of(bad)}"
+        raise DataError(cause, fix=_MORE_BAD)
 
 
 def _first_of(bad: Sequence[dict[str, Any]]) -> str:

@@ -59,7 +59,6 @@ def build_corpus(
         output_prefix=directory / TRAIN,
         finals=(directory / TRAIN, directory / VALIDATION),
         partition=partial(_split_off_validation, corpus.inputs, data.validation_every),
-        hashes_inputs=False,
     )
     loader = TokenizerLoader.of(loaded)
     with TextToTokens.start(job, settings, loader, lambda progress: None, lambda text: report(f"note: {text}")) as run:

@@ -1,0 +1,53 @@
+"""Run independent tasks on this machine, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from megalaunch.launch.process import PR_SET_PDEATHSIG, set_process_control
+from megalaunch.launchers.tasks import TaskSet
+
+_ATTEMPTS = 2  # of a task whose process was killed
+_STOP_SECONDS = 10.0
+
+
+def run_tasks(tasks: TaskSet, note: Callable[[str], None]) -> tuple[int, int] | None:
+    """Run the tasks one after another, as each uses all cores; a task whose process is killed is run once more.
+
+    Returns:
+        The number and the exit code of the first task that fails; None if all have succeeded.
+    """
+    for number in tasks.numbers:
+        for attempt in range(1, _ATTEMPTS + 1):
+            code = _run(tasks, number)
+            if code >= 0:
+                break
+            again = ", it is run again" if attempt < _ATTEMPTS else ""
+            note(f"the process of task {number} was killed by {signal.Signals(-code).name}{again}")
+        if code:
+            return number, code
+    return None
+
+
+def _run(tasks: TaskSet, number: int) -> int:
+    """Run a task to its end, or stop it after Ctrl-C; return its exit code."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megalaunch", *tasks.arguments(number)],
+        cwd=tasks.working_directory,
+        start_new_session=True,  # so that Ctrl-C reaches it once, from here
+        preexec_fn=partial(set_process_control, PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+        raise
+    finally:
+        process.kill()

@@ -1,0 +1,142 @@
+"""`megalaunch preprocess --shards`: the bytes of one run, a killed shard, what a second call repeats, refusals."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from token_files import sentences, small_tokenizer, write_jsonl
+
+from megalaunch.launch.process import descendants
+
+
+@pytest.fixture
+def options(tmp_path) -> list[str]:
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    return [str(tmp_path / "in.jsonl"), "--tokenizer", str(tokenizer), "--workers", "1", "--output-prefix"]
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megalaunch", "preprocess", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    process = start(*arguments)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+def files(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+
+def wait_for_tokens(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < deadline, f"nothing was written to {path}"
+        time.sleep(0.02)
+
+
+def test_all_shards_here_say_what_they_did(tmp_path, options):
+    write_jsonl(tmp_path / "in.jsonl", sentences(90))
+    assert run(*options, tmp_path / "alone")[0] == 0
+    code, output, errors = run(*options, tmp_path / "out", "--shards", 3)
+    assert (code, errors) == (0, "")
+    lines = [re.sub(r"in [\d.]+ s", "in S", line) for line in output.splitlines()]
+    for number in range(3):
+        assert re.match(rf"shard {number} of 3: \d+ documents, \d+ tokens, ", lines[number])
+    assert lines[3] == "3 shards verified and merged"
+    assert lines[4].startswith("90 documents, ")
+    assert lines[5] == f"{tmp_path}/out_text_document.bin, .idx; report: out_text_document.json"
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_killed_shard_is_run_again(tmp_path, options):
+    write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 20_000)
+    assert run(*options, tmp_path / "alone")[0] == 0
+    process = start(*options, tmp_path / "out", "--shards", 3)
+    wait_for_tokens(tmp_path / ".out.shards/.00001.preprocess/0.bin")
+    [task] = [child for child in descendants(process.pid) if _is_task(child.pid)]
+    os.kill(task.pid, signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "note: the process of task 1 was killed by SIGKILL, it is run again\n" in errors
+    assert "shard 1 of 3: " in output
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+def _is_task(pid: int) -> bool:
+    """Whether a process is the first of a shard, not one of its workers."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    of_parent = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    return b"--shard" in words and b"--shard" not in of_parent
+
+
+def test_the_same_command_continues_after_the_whole_was_killed(tmp_path, options):
+    write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 20_000)
+    assert run(*options, tmp_path / "alone")[0] == 0
+    process = start(*options, tmp_path / "out", "--shards", 3)
+    wait_for_tokens(tmp_path / ".out.shards/.00001.preprocess/0.bin")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    assert not list(tmp_path.glob("out*"))
+    code, output, errors = run(*options, tmp_path / "out", "--shards", 3)
+    assert code == 0, errors
+    assert output.startswith("1 of 3 shards are complete already\nshard 1 of 3: ")
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+def test_tasks_alone_and_their_merge(tmp_path, options):
+    write_jsonl(tmp_path / "in.jsonl", sentences(60))
+    assert run(*options, tmp_path / "alone")[0] == 0
+    for number in (1, 0):
+        code, output, _ = run(*options, tmp_path / "out", "--shards", 2, "--shard", number)
+        assert code == 0
+        assert output.startswith(f"shard {number} of 2: ")
+        if number:
+            code, _, errors = run(*options, tmp_path / "out", "--shards", 2, "--merge")
+            assert code == 3
+            assert "1 of 2 shards cannot be merged: shard 0: missing. Run the same command with --shards" in errors
+    assert run(*options, tmp_path / "out", "--shards", 2, "--shard", 1)[1] == "shard 1 of 2: already complete\n"
+    code, output, errors = run(*options, tmp_path / "out", "--shards", 2, "--merge")
+    assert code == 0, errors
+    assert output.startswith("2 shards verified and merged\n60 documents, ")
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+def test_a_bad_record_ends_the_command_with_the_shard_and_how_to_run_it_alone(tmp_path, options):
+    path = write_jsonl(tmp_path / "in.jsonl", sentences(60))
+    path.write_text(path.read_text() + "{nonsense\n")
+    code, output, errors = run(*options, tmp_path / "out", "--shards", 2)
+    assert code == 3
+    assert output.startswith("shard 0 of 2: ")
+    assert f"{path}, line 61: no JSON" in errors
+    assert "shard 1 of 2 failed (exit code 3); finished shards are kept; the same command continues. " in errors
+    assert f"Alone: megalaunch preprocess --shard 1 {path} " in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--shards", 500), 3, "500 shards are too many: "),
+        (("--shards", 2, "--shard", 2), 2, "--shard 2: the shards of --shards 2 are 0 to 1."),
+        (("--shard", 1), 2, "--shard and --merge need the number of all shards: give --shards N too."),
+        (("--merge",), 2, "--shard and --merge need the number of all shards: give --shards N too."),
+        (("--shards", 2, "--shard", 1, "--merge"), 2, "--shard and --merge are two tasks; give one of them."),
+        (("--shards", 2, "--resume"), 2, "--resume is not needed with --shards: "),
+    ],
+)
+def test_refusals(tmp_path, options, arguments, code, message):
+    write_jsonl(tmp_path / "in.jsonl", sentences(20))
+    found, output, errors = run(*options, tmp_path / "out", *arguments)
+    assert (found, output) == (code, "")
+    assert errors.startswith(message)
+    assert not list(tmp_path.glob("*out*"))
