@@ -6,12 +6,14 @@ import io
 import os
 import sys
 import types
+from fractions import Fraction
 from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import run_ranks
+from forked_ranks import RanksFailed, run_ranks
+from torch.distributed import distributed_c10d
 
 from megalaunch.engine.checkpoint.coordination import run_on_all_ranks
 from megalaunch.engine.checkpoint.store import CheckpointError, load_checkpoint, save_checkpoint
@@ -108,3 +110,17 @@ def test_checkpoints_and_their_errors_arrive(tmp_path):
             run_on_all_ranks(fail)
 
     run_ranks(2, save)
+
+
+def test_ranks_of_another_library_send_what_they_like(monkeypatch):
+    """Also where the process that they are forked from was part of a run."""
+    monkeypatch.setattr(distributed_c10d, "_unpickler", _Unpickler)
+
+    def gather() -> bool:
+        everyone = [None, None]
+        dist.all_gather_object(everyone, Fraction(1, 2))
+        return everyone == [Fraction(1, 2)] * 2
+
+    assert run_ranks(2, gather, any_object=True) == [True, True]
+    with pytest.raises(RanksFailed, match=r"fractions\.Fraction, which no rank of a run sends"):
+        run_ranks(2, gather)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from megalaunch.engine.platform.registry import get_platform
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
+from megalaunch.engine.torch_private import set_object_unpickler
 
 STACK_SIGNAL = signal.SIGUSR2
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -69,7 +70,7 @@ def run_ranks(
     """
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
     _import_for_ranks()
-    body = function if any_object else partial(_among_listed_objects, function)
+    body = partial(_among_any_objects if any_object else _among_listed_objects, function)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
@@ -111,6 +112,11 @@ def _import_for_ranks() -> None:
     """FSDP2 imports torch._dynamo (0.9 s) with its first forward pass: once here, or in every rank of every test."""
     if "torch.distributed.fsdp" in sys.modules:
         importlib.import_module("torch._dynamo")
+
+
+def _among_any_objects(function: Callable[..., Any], *args: Any) -> Any:
+    set_object_unpickler(pickle.Unpickler)  # a process group of this process may have been one of a run
+    return function(*args)
 
 
 def _among_listed_objects(function: Callable[..., Any], *args: Any) -> Any:
