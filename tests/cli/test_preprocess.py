@@ -20,7 +20,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    program = "from megalaunch.cli.app import main; main()"
+    program = "from megalaunch.cli.main import main; main()"
     return [sys.executable, "-c", program, "preprocess", *map(str, arguments)]
 
 

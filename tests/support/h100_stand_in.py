@@ -11,7 +11,7 @@ from paths import ROOT
 
 _PROGRAM = """
 import functools, os, sys
-from megalaunch.cli.app import main
+from megalaunch.cli.main import main
 from megalaunch.launch import local, node
 from megalaunch.platform import detect
 from megalaunch.platform.allocation import find_allocation

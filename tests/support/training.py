@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalaunch.launch.process import descendants, kill_all
 
-MEGALAUNCH = (sys.executable, "-c", "from megalaunch.cli.app import main; main()")
+MEGALAUNCH = (sys.executable, "-c", "from megalaunch.cli.main import main; main()")
 
 
 def make_corpus(folder: Path, documents: int = 12) -> Path:
