@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 from megalaunch.engine.worker_setup import uncollected_imports
@@ -35,7 +36,11 @@ def import_worker(module: str) -> Callable[[str], None]:
         for number in _HANDLED_BY_AGENT:
             signal.signal(number, signal.SIG_DFL)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # a list has a value per nesting level
-        code = worker.main([spec_file])
+        try:
+            code = worker.main([spec_file])
+        except Exception:  # which torch would pickle into the folder of temporary files, and print nowhere
+            traceback.print_exc()
+            code = 1
         if code:
             sys.exit(code)
 
