@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from published_runs import DGXC
 from megalaunch.plan.cost import MEGATRON, UnknownChipSpeed, step_time
 from megalaunch.plan.cost.communication import Interconnect
 from megalaunch.plan.cost.constants import HOST_LAUNCH
-from megalaunch.plan.cost.stacks import ENGINE_EAGER, describe_kernels, engine_stack
+from megalaunch.plan.cost.stacks import ENGINE_EAGER, Stack, describe_kernels, engine_stack
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
@@ -90,6 +91,20 @@ def test_the_bubble_shrinks_with_virtual_stages_and_microbatches(seventy):
     double = step_time(_with(seventy, batch__global_batch_size=256))
     assert double.bubble == pytest.approx(step_time(seventy).bubble)
     assert double.total < 2 * step_time(seventy).total
+
+
+def test_weights_of_many_virtual_stages_are_gathered_again(seventy):
+    """torch's pipeline runtime keeps those of three: gathered weights cost more from the fourth on."""
+
+    def dp_seconds(vpp: int, stack: Stack) -> float:
+        dp = step_time(_with(seventy, parallel__vpp=vpp), stack).communication["dp"]
+        return dp.exposed + dp.hidden
+
+    freed, kept = ENGINE_EAGER, replace(ENGINE_EAGER, frees_stages=False)
+    assert seventy.parallel.vpp == 5
+    assert dp_seconds(5, freed) > 2 * dp_seconds(5, kept)
+    assert dp_seconds(2, freed) == dp_seconds(2, kept)
+    assert step_time(seventy, freed).total > step_time(seventy, kept).total
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,7 @@ def run_order(name: Schedule, ranks: int, vpp: int, microbatches: int) -> list[l
     orders = []
     for rank in range(ranks):
         ran: list[Part] = []
-        number = ranks * vpp
-        own = [chunk * ranks + rank for chunk in range(vpp)]
-        if name in V_SCHEDULES:
-            own = [rank, number - 1 - rank]
-        stages: list[Any] = [_Stage(index, number, ranks, ran) for index in own]
-        schedule = make_schedule(name, stages, microbatches, None, lambda output, _: output)
+        schedule = _schedule(name, ranks, vpp, rank, microbatches, None, ran)
         if isinstance(schedule, PipelineScheduleMulti):  # runs what this table says
             actions = [action for action in schedule.pipeline_order[rank] if action is not None]
             ran += [Part(_KINDS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in actions]
@@ -78,6 +73,23 @@ def run_order(name: Schedule, ranks: int, vpp: int, microbatches: int) -> list[l
             schedule.step(rows, target=rows, losses=[], return_outputs=False)
         orders.append(ran)
     return orders
+
+
+def count_gathers(schedule: Schedule, ranks: int, vpp: int, rank: int, microbatches: int, group: int | None) -> int:
+    """Return how many times a rank's schedule all-gathers the weights of a virtual stage in a step."""
+    actions = _schedule(schedule, ranks, vpp, rank, microbatches, group, []).pipeline_order_with_comms[rank]
+    return sum(action.computation_type.name == "UNSHARD" for action in actions)
+
+
+def _schedule(
+    name: Schedule, ranks: int, vpp: int, rank: int, microbatches: int, group: int | None, ran: list[Part]
+) -> Any:
+    number = ranks * vpp
+    own = [chunk * ranks + rank for chunk in range(vpp)]
+    if name in V_SCHEDULES:
+        own = [rank, number - 1 - rank]
+    stages: list[Any] = [_Stage(index, number, ranks, ran) for index in own]
+    return make_schedule(name, stages, microbatches, group, lambda output, _: output)
 
 
 def place_in_time(orders: list[list[Part]], vpp: int) -> list[list[Placed]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.stacks import Stack
+from megalaunch.plan.cost.stage_gathers import stage_gathers
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.platform.chips import ChipFacts
 from megalaunch.schema import RunSpec
@@ -160,14 +161,28 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: flo
     return CommTime(0.0, seconds) if spec.parallel.overlap_p2p_comm else CommTime(seconds)
 
 
+@dataclass(frozen=True)
+class ShardingRounds:
+    """How often a step all-gathers the parameters of a layer, and how often it reduce-scatters its gradients."""
+
+    gathers: float
+    reductions: int
+
+
 def data_parallel(
-    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], unit: float, window: float
+    spec: RunSpec,
+    topology: Topology,
+    wires: Interconnect,
+    rounds: ShardingRounds,
+    params: tuple[float, float],
+    unit: float,
+    window: float,
 ) -> CommTime:
     """Return the data-parallel time of one step: reduction of gradients and all-gather of parameters.
 
     Gradient reductions overlap with backward (2/3 of the compute of a microbatch), the all-gather of parameters with
-    the first forward pass (1/3), or with every pass if parameters are sharded too (optim_grads_params). The collectives
-    of one `unit` (a layer) cannot overlap. A pipeline gathers and reduces once per step, whatever is sharded.
+    the first forward pass (1/3), or with every pass if parameters are gathered again in a step. The collectives of one
+    `unit` (a layer) cannot overlap.
 
     Args:
         params: (dense, expert) parameters on one device.
@@ -176,33 +191,39 @@ def data_parallel(
     """
     p, microbatches = spec.parallel, topology.microbatches
     full_sharding = p.data_sharding == "optim_grads_params" and topology.pp == 1
-    gathers, rounds = sharding_rounds(spec, topology)
     width = 2 if spec.precision.grad_reduce_dtype == "bf16" else 4
-    reducing = rounds * _dense_and_expert(spec, topology, wires, params, width) + _replica_all_reduce(
+    reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width) + _replica_all_reduce(
         spec, topology, wires, params, width
     )
     gathering = 0.0
     if p.data_sharding != "no_shard":
         in_fp8 = spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather
         each = 1 if in_fp8 else activation_bytes(spec)  # embedding and head, a small part, are gathered in bf16 always
-        gathering = gathers * _dense_and_expert(spec, topology, wires, params, each)
+        gathering = rounds.gathers * _dense_and_expert(spec, topology, wires, params, each)
     share = unit / max(1.0, sum(params))
     hidden = 0.0
     if p.overlap_grad_reduce:
-        hidden += min(reducing * (1 - share / rounds), window * rounds * c.BACKWARD_SHARE.value)
+        hidden += min(reducing * (1 - share / rounds.reductions), window * rounds.reductions * c.BACKWARD_SHARE.value)
     if p.overlap_param_gather:
-        overlap = window * microbatches if full_sharding else window * (1 - c.BACKWARD_SHARE.value)
-        hidden += min(gathering * (1 - (share / microbatches if full_sharding else share)), overlap)
+        overlap = window * (microbatches if rounds.gathers > 1 else 1 - c.BACKWARD_SHARE.value)
+        hidden += min(gathering * (1 - share / (microbatches if full_sharding else rounds.gathers)), overlap)
     return CommTime(reducing + gathering - hidden, hidden)
 
 
-def sharding_rounds(spec: RunSpec, topology: Topology) -> tuple[int, int]:
-    """Return how often a step all-gathers the parameters of a layer, and how often it reduce-scatters its gradients."""
-    sharding, microbatches = spec.parallel.data_sharding, topology.microbatches
+def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, chunks: int) -> ShardingRounds:
+    """Return the rounds of a pipeline rank with `chunks` virtual stages.
+
+    A pipeline reduces once per step, whatever is sharded, and gathers once unless its runtime frees stages.
+    """
+    p, microbatches = spec.parallel, topology.microbatches
     if topology.pp > 1:
-        return 1, 1
-    reductions = microbatches if sharding in ("optim_grads", "optim_grads_params") else 1
-    return 2 * microbatches if sharding == "optim_grads_params" else 1, reductions
+        group = p.microbatch_group_size_per_vp_stage
+        freed = stack.frees_stages and p.data_sharding != "no_shard"
+        return ShardingRounds(
+            stage_gathers(p.schedule, topology.pp, chunks, rank, microbatches, group) if freed else 1, 1
+        )
+    reductions = microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
+    return ShardingRounds(2 * microbatches if p.data_sharding == "optim_grads_params" else 1, reductions)
 
 
 def _dense_and_expert(

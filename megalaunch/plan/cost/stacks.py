@@ -42,6 +42,7 @@ class Stack:
         selective_matmuls: share of a layer's matmuls that selective recomputation repeats, where it chooses by
             operator; 0: those of the recomputed modules.
         launches: operators that the host launches per layer, both passes.
+        frees_stages: whether the weights of virtual stages are freed and gathered again, by torch's pipeline runtime.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Stack:
     launches: Constant
     ring_gradients_hidden: bool = True
     ring_gradient_bytes: int = 2
+    frees_stages: bool = False
 
     @property
     def constants(self) -> tuple[Constant, ...]:
@@ -180,6 +182,7 @@ ENGINE_EAGER = replace(
     launches=Constant(_LAUNCHES, 65.0, "counted in a simulated layer"),
     ring_gradients_hidden=False,
     ring_gradient_bytes=4,
+    frees_stages=True,
 )
 # Linear layers by Transformer Engine, which casts in one kernel, and weights once a step.
 ENGINE_TRANSFORMER_ENGINE = replace(
@@ -196,6 +199,7 @@ ENGINE_COMPILED = replace(
     attention="engine",
     ring_gradients_hidden=False,
     ring_gradient_bytes=4,
+    frees_stages=True,
 )
 
 

@@ -11,7 +11,13 @@ from functools import lru_cache
 from megalaunch.plan.cost import communication as wire
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.attention import attention_kernel
-from megalaunch.plan.cost.communication import CommTime, Interconnect, activation_bytes, sharding_rounds
+from megalaunch.plan.cost.communication import (
+    CommTime,
+    Interconnect,
+    ShardingRounds,
+    activation_bytes,
+    sharding_rounds,
+)
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
 from megalaunch.plan.cost.stacks import Stack, engine_stack
 from megalaunch.plan.flops import sequence_flops
@@ -158,12 +164,14 @@ def _assemble(
     chunks = len(chunks_by_rank(spec)[slowest])
     params = params_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
+    rounds = sharding_rounds(spec, topology, device.stack, slowest, chunks)
+    sizes = (params.dense, params.experts)
     communication = {
         "tp": worst.tp.times(microbatches),
         "cp": worst.cp.times(microbatches),
         "ep": worst.ep.times(microbatches),
         "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
-        "dp": wire.data_parallel(spec, topology, wires, (params.dense, params.experts), params.layer, worst.compute),
+        "dp": wire.data_parallel(spec, topology, wires, rounds, sizes, params.layer, worst.compute),
     }
     slowdown = communication["dp"].hidden * device.stack.overlap_slowdown.value
     peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
@@ -172,7 +180,7 @@ def _assemble(
         stack=device.stack,
         matmul=worst.matmul * microbatches,
         attention=worst.attention * microbatches,
-        memory=worst.memory * microbatches + _copies(spec, topology, params, device),
+        memory=worst.memory * microbatches + _copies(rounds, params, device),
         head=worst.head * microbatches,
         recompute=worst.again * microbatches,
         launch_overhead=worst.overhead * microbatches + slowdown,
@@ -187,10 +195,10 @@ def _assemble(
     )
 
 
-def _copies(spec: RunSpec, topology: Topology, params: DeviceParams, device: Device) -> float:
+def _copies(rounds: ShardingRounds, params: DeviceParams, device: Device) -> float:
     """Return the seconds in which parameters and gradients are copied around the collectives of data parallelism."""
-    gathers, reductions = sharding_rounds(spec, topology)
-    each = gathers * device.stack.gather_copy.value + reductions * device.stack.reduce_copy.value
+    stack = device.stack
+    each = rounds.gathers * stack.gather_copy.value + rounds.reductions * stack.reduce_copy.value
     return (params.dense + params.experts) * each / device.memory
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from recorded_schedule import Part, idle_fraction, place_in_time, run_order
+from recorded_schedule import Part, count_gathers, idle_fraction, place_in_time, run_order
+
+from megalaunch.plan.cost.stage_gathers import stage_gathers
 
 RANKS, MICROBATCHES = 3, 6
 BUBBLE_1F1B = Fraction(RANKS - 1, MICROBATCHES + RANKS - 1)  # Narayanan et al. 2021
@@ -29,3 +31,23 @@ def test_a_step_is_complete_and_has_the_bubble_of_its_paper(name, vpp):
             kinds = {kind for kind in "FBIW" if Part(kind, stage, microbatch) in ran}
             assert kinds in ({"F", "B"}, {"F", "I", "W"})
     assert idle_fraction(place_in_time(orders, vpp)) == BUBBLES[name, vpp]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "vpp", "microbatches", "group"),
+    [
+        ("interleaved", 4, 8, 16, None),
+        ("interleaved", 2, 5, 7, 4),
+        ("interleaved", 2, 4, 4, 4),
+        ("interleaved", 3, 3, 6, None),
+        ("zero_bubble", 4, 5, 8, None),
+        ("zero_bubble", 2, 4, 8, None),
+        ("zbv", 2, 2, 8, None),
+    ],
+)
+def test_the_planner_counts_the_gathers_of_virtual_stages(schedule, ranks, vpp, microbatches, group):
+    """torch's runtime keeps the weights of three stages, and gathers those of more again."""
+    for rank in range(ranks):
+        counted = vpp * stage_gathers(schedule, ranks, vpp, rank, microbatches, group)
+        assert counted == pytest.approx(count_gathers(schedule, ranks, vpp, rank, microbatches, group))
+        assert (counted > vpp) == (vpp > 3)
