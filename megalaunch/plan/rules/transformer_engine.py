@@ -72,7 +72,11 @@ def experts(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "precision.fp8.implementation",
             f"Transformer Engine does not compute the {at.spec.model.moe.num_experts} routed experts",
-            fixes=(_NATIVE,),
+            fixes=(
+                _NATIVE,
+                {**_NATIVE, "precision.fp8.recipe": "rowwise", "precision.fp8.format": "e4m3"},
+                {"precision.compute_dtype": "bf16"},
+            ),
         )
 
 

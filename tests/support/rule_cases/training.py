@@ -172,7 +172,7 @@ PRECISION = {
     "fp8.library_wgrad": Case("precision.fp8.wgrad=false", "precision.fp8.wgrad=true", LIBRARY),
     "fp8.library_experts": Case(
         "precision.fp8.implementation=transformer_engine",
-        "precision.fp8.implementation=native precision.fp8.recipe=rowwise precision.fp8.format=e4m3",
+        "precision.fp8.implementation=transformer_engine precision.compute_dtype=bf16",
         (
             *("recipe=mixtral_tiny", "data.mock=true", *H100, "precision.compute_dtype=fp8"),
             "batch.global_batch_size=16",
