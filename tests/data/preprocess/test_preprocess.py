@@ -167,7 +167,7 @@ def test_bad_records_are_left_out_and_counted(tmp_path, tokenizer_path):
 
 
 def test_the_report_tells_all(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(state, "_BAD_RECORDS_LISTED", 3)
+    monkeypatch.setattr(state, "BAD_RECORDS_LISTED", 3)
     path = lines_with_bad(tmp_path / "in.jsonl", 50)
     result = run([path], tmp_path / "out", Settings(tokenizer_path, append_eod=True, on_bad_record=OnBadRecord.SKIP))
     assert result.report == tmp_path / "out_text_document.json"
