@@ -231,8 +231,6 @@ def test_what_cannot_be_planned_is_refused():
     by_library = {"precision.compute_dtype": "fp8", "precision.fp8.implementation": "transformer_engine"}
     with pytest.raises(ValueError, match=r"cannot be simulated: set precision\.fp8\.implementation=native"):
         deep_plan(with_values(small_spec(), by_library))
-    with pytest.raises(ValueError, match=r"does not run model\.moe\.num_experts=4"):
-        deep_plan(with_values(small_spec(), {**by_library, "model.moe.num_experts": 4}))
     assert not dist.is_initialized()
 
 
