@@ -96,11 +96,7 @@ class Sharded:
         self._merge()
 
     def _tasks(self, numbers: list[int]) -> TaskSet:
-        name = f"preprocess-{self.prefix.name}"
-        directory = self.prefix.absolute().with_name(f".{self.prefix.name}.shards")
-        finish = ("preprocess", "--merge", *self.arguments)
-        before = ("preprocess", "--shard")
-        return TaskSet(name, before, self.arguments, tuple(numbers), finish, directory, Path.cwd())
+        return TaskSet(("preprocess", "--shard"), self.arguments, tuple(numbers), Path.cwd())
 
 
 def _refuse(text: str) -> NoReturn:
