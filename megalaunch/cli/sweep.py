@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
     from megalaunch.runs.sweep.folder import Metric, Sampler
     from megalaunch.runs.sweep.overrides import SweepOverrides
+    from megalaunch.runs.sweep.plan import Request
 
 
 _SPEED_ONLY = (
@@ -47,8 +48,12 @@ def sweep(
     name: Annotated[str | None, typer.Option(help="The folder below sweeps/ (default: the recipe's name).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random and tpe samplers.")] = 1234,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,
+    trial: Annotated[int | None, typer.Option(min=1, help="Run only this trial here, and do not rank.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the scheduler of launcher= has the trials.")
+    ] = False,
 ) -> None:
-    """Run the points of a sweep one after the other, and rank them.
+    """Run the points of a sweep one after the other, or by launcher=slurm, ssh, ray or kubernetes, and rank them.
 
     An override lists several values as parallel=tp1,tp2, choice(...), range(...), glob(...) or, for the random
     and tpe samplers, interval(low,high) and tag(log,interval(low,high)). Run the same command
@@ -58,7 +63,7 @@ def sweep(
     from megalaunch.plan.report import problems_text
     from megalaunch.runs.errors import refuse
     from megalaunch.runs.sweep.overrides import parse_sweep
-    from megalaunch.runs.sweep.plan import Request, plan_sweep
+    from megalaunch.runs.sweep.plan import Request
 
     try:
         swept = parse_sweep(overrides or [])
@@ -74,18 +79,37 @@ def sweep(
         retry_failed,
     )
     if dry_run:
-        from megalaunch.runs.sweep.report import dry_run_json, dry_run_text
+        _show_points(request, as_json)
+    else:
+        _run(request, as_json, trial, detach)
 
-        planned = plan_sweep(request, starts=False)
-        typer.echo(dry_run_json(planned) if as_json else dry_run_text(planned))
-        if not planned.runnable:
-            raise typer.Exit(2)
-        return
+
+def _show_points(request: Request, as_json: bool) -> None:
+    from megalaunch.runs.sweep.plan import plan_sweep
+    from megalaunch.runs.sweep.report import dry_run_json, dry_run_text
+
+    planned = plan_sweep(request, starts=False)
+    typer.echo(dry_run_json(planned) if as_json else dry_run_text(planned))
+    if not planned.runnable:
+        raise typer.Exit(2)
+    if planned.elsewhere and not as_json:
+        from megalaunch.runs.sweep.task_set import trial_tasks
+        from megalaunch.runs.task_set import print_task_manifest
+
+        print_task_manifest(trial_tasks(planned))
+
+
+def _run(request: Request, as_json: bool, trial: int | None, detach: bool) -> NoReturn:
     from megalaunch.runs.required_packages import require_training_packages
-    from megalaunch.runs.sweep.run import run_sweep
+    from megalaunch.runs.sweep.plan import plan_sweep
+    from megalaunch.runs.sweep.run import run_elsewhere, run_sweep, run_trial
 
+    planned = plan_sweep(request, starts=True)
+    if planned.elsewhere and trial is None:
+        run_elsewhere(planned, detach)
+        raise typer.Exit(int(run_sweep(planned, as_json)))
     require_training_packages()
-    raise typer.Exit(int(run_sweep(plan_sweep(request, starts=True), as_json)))
+    raise typer.Exit(int(run_sweep(planned, as_json) if trial is None else run_trial(planned, trial)))
 
 
 def _metric(name: str | None, swept: SweepOverrides) -> Metric:

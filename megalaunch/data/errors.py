@@ -13,12 +13,12 @@ class DataError(Exception):
 
     Attributes:
         cause: description of the error.
-        file: the file with the error.
+        file: the file with the error: a path, or what prints as its name.
         record: the record with the error, counted from 1 (a line of a jsonl file).
         fix: suggestion for the user.
     """
 
-    def __init__(self, cause: str, *, file: Path | str | None = None, record: int | None = None, fix: str = "") -> None:
+    def __init__(self, cause: str, *, file: object | None = None, record: int | None = None, fix: str = "") -> None:
         self.cause, self.file, self.record, self.fix = cause, file, record, fix
         where = "" if file is None else f"{file}" + (f", line {record}" if record is not None else "") + ": "
         super().__init__(f"{where}{cause}." + (f" {fix}" if fix else ""))
@@ -28,11 +28,11 @@ class DataError(Exception):
         return _rebuild, (self.cause, self.file, self.record, self.fix)
 
 
-def _rebuild(cause: str, file: Path | str | None, record: int | None, fix: str) -> DataError:
+def _rebuild(cause: str, file: object | None, record: int | None, fix: str) -> DataError:
     return DataError(cause, file=file, record=record, fix=fix)
 
 
-def cannot(action: str, file: Path, error: OSError, fix: str = "") -> DataError:
+def cannot(action: str, file: object, error: OSError, fix: str = "") -> DataError:
     """Return the DataError of a failed file operation, with the operating system's message."""
     return DataError(f"cannot {action}: {error.strerror or error}", file=file, fix=fix)
 

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from megalaunch.launch.process import PR_SET_PDEATHSIG, set_process_control
-from megalaunch.launchers.tasks import TaskSet
+from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
 
-_ATTEMPTS = 2  # of a task whose process was killed
 _STOP_SECONDS = 10.0
 
 
-def run_tasks(tasks: TaskSet, note: Callable[[str], None]) -> tuple[int, int] | None:
-    """Run the tasks one after another, as each uses all cores; a task whose process is killed is run once more.
+class LocalTasks:
+    """Runs tasks one after another, as each uses all cores."""
 
-    Returns:
-        The number and the exit code of the first task that fails; None if all have succeeded.
-    """
-    for number in tasks.numbers:
-        for attempt in range(1, _ATTEMPTS + 1):
-            code = _run(tasks, number)
-            if code >= 0:
-                break
-            again = ", it is run again" if attempt < _ATTEMPTS else ""
-            note(f"the process of task {number} was killed by {signal.Signals(-code).name}{again}")
-        if code:
-            return number, code
-    return None
+    attached: Literal[True] = True
+
+    def manifest(self, tasks: TaskSet) -> str:
+        """Return the command of each task, and the final one."""
+        commands = [*map(tasks.arguments, tasks.numbers), tasks.final]
+        return "".join(shlex.join(["megalaunch", *arguments]) + "\n" for arguments in commands)
+
+    def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
+        """Run the tasks up to the first that fails; one whose process is killed is run once more."""
+        for number in tasks.numbers:
+            for attempt in range(1, ATTEMPTS + 1):
+                code = _run(tasks, number)
+                if code >= 0:
+                    break
+                again = ", it is run again" if attempt < ATTEMPTS else ""
+                note(f"the process of task {number} was killed by {signal.Signals(-code).name}{again}")
+            if code:
+                return FailedTask(number, code)
+        return None
 
 
 def _run(tasks: TaskSet, number: int) -> int:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer, write_jsonl
 
-from megalaunch.launch.process import descendants
+from megalaunch.launch.process import descendants, is_alive
+
+_PODS = ("launcher=kubernetes", "launcher.kubernetes.image=me/image:1")
+_NO_COUNT = "--shard, --merge, --dry-run, --detach and launcher= need the number of all shards: give --shards N too."
 
 
 @pytest.fixture
@@ -80,6 +83,10 @@ def _is_task(pid: int) -> bool:
     return b"--shard" in words and b"--shard" not in of_parent
 
 
+# The second shard takes 0.2 s: it may be complete when the signal comes.
+CONTINUED = ("1 of 3 shards are complete already", "2 of 3 shards are complete already")
+
+
 def test_the_same_command_continues_after_the_whole_was_killed(tmp_path, options):
     write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 20_000)
     assert run(*options, tmp_path / "alone")[0] == 0
@@ -90,8 +97,41 @@ def test_the_same_command_continues_after_the_whole_was_killed(tmp_path, options
     assert not list(tmp_path.glob("out*"))
     code, output, errors = run(*options, tmp_path / "out", "--shards", 3)
     assert code == 0, errors
-    assert output.startswith("1 of 3 shards are complete already\nshard 1 of 3: ")
+    assert output.splitlines()[0] in CONTINUED
     assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+def test_ctrl_c_ends_the_shard_and_the_same_command_continues(tmp_path, options):
+    write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 20_000)
+    assert run(*options, tmp_path / "alone")[0] == 0
+    process = start(*options, tmp_path / "out", "--shards", 3)
+    wait_for_tokens(tmp_path / ".out.shards/.00001.preprocess/0.bin")
+    left = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted; finished shards are kept; the same command continues"
+    assert "Traceback" not in errors
+    assert not [child for child in left if is_alive(child)]
+    assert not list(tmp_path.glob("out*"))
+    code, output, errors = run(*options, tmp_path / "out", "--shards", 3)
+    assert code == 0, errors
+    assert output.splitlines()[0] in CONTINUED
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path, options):
+    write_jsonl(tmp_path / "in.jsonl", sentences(20))
+    before = sorted(tmp_path.iterdir())
+    code, output, errors = run(*options, tmp_path / "out", "--shards", 2, "--dry-run")
+    assert (code, errors) == (0, "")
+    own = f"{' '.join(options)} {tmp_path}/out --shards 2"
+    assert output.splitlines() == [
+        f"megalaunch preprocess --shard 0 {own}",
+        f"megalaunch preprocess --shard 1 {own}",
+        f"megalaunch preprocess {own}",
+    ]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_tasks_alone_and_their_merge(tmp_path, options):
@@ -128,8 +168,21 @@ def test_a_bad_record_ends_the_command_with_the_shard_and_how_to_run_it_alone(tm
     [
         (("--shards", 500), 3, "500 shards are too many: "),
         (("--shards", 2, "--shard", 2), 2, "--shard 2: the shards of --shards 2 are 0 to 1."),
-        (("--shard", 1), 2, "--shard and --merge need the number of all shards: give --shards N too."),
-        (("--merge",), 2, "--shard and --merge need the number of all shards: give --shards N too."),
+        (("--shard", 1), 2, _NO_COUNT),
+        (("--merge",), 2, _NO_COUNT),
+        (("launcher=slurm",), 2, _NO_COUNT),
+        (("--shards", 2, "--shard", 1, "launcher=slurm"), 2, "--shard and --merge are for one machine: leave out "),
+        (("--shards", 2, "--detach"), 2, "error: launcher=local ends its tasks when this command ends\nfix:  nohup "),
+        (("--shards", 2, "launcher=slrum"), 2, "error: launcher  [config.schema]\n  there is no launcher=slrum; did "),
+        (("--shards", 2, "launcher=kubernetes"), 2, "error: launcher.kubernetes.image is not set\nfix:  give an image"),
+        (("--shards", 2, *_PODS, "--detach"), 2, "error: launcher=kubernetes ends its tasks when this command ends\n"),
+        (("--shards", 2, *_PODS, "launcher.kubernetes.volumes=[a]"), 2, "error: launcher.kubernetes.volumes "),
+        (
+            ("--shards", 2, *_PODS, "launcher.kubernetes.environment=[TOKEN=a]"),
+            2,
+            "error: launcher.kubernetes.environm",
+        ),
+        (("--shards", 2, "launcher=ssh"), 2, "error: launcher.ssh.hosts has no hosts\nfix:  give them: "),
         (("--shards", 2, "--shard", 1, "--merge"), 2, "--shard and --merge are two tasks; give one of them."),
         (("--shards", 2, "--resume"), 2, "--resume is not needed with --shards: "),
     ],

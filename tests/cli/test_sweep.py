@@ -57,7 +57,7 @@ TWO = "batch.micro_batch_size=2"
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("launcher=slurm", "the trials of a sweep run on this machine, and launcher=slurm submits single runs"),
+        ("launcher=kubernetes", "a pod needs an image with megalaunch[train]: launcher.kubernetes.image=IMAGE"),
         ("checkpoint.branch_from=nowhere@2", "step_00000002 is not a checkpoint on this machine"),
     ],
 )
@@ -65,6 +65,22 @@ def test_trials_that_could_not_start_are_refused(folder, override, reason):
     result = invoke("--dry-run", *sweep_arguments(folder, TWO, "optimizer.lr=choice(1e-3,3e-3)", override))
     assert result.exit_code == 2
     assert reason in " ".join(result.output.split())
+
+
+def test_tpe_and_a_launcher_exclude_each_other(folder):
+    pytest.importorskip("optuna")
+    tpe = ("optimizer.lr=1e-3,3e-3", "--sampler", "tpe", "--trials", "2", "launcher=slurm")
+    result = invoke(*sweep_arguments(folder, TWO, *tpe))
+    assert result.exit_code == 2
+    assert (
+        "--sampler tpe learns from each trial, and a launcher gets all at once\nfix:  --sampler random" in result.output
+    )
+    assert not (folder / "sweeps").exists()
+
+
+def test_a_trial_that_no_point_has_is_refused(folder):
+    result = invoke(*sweep_arguments(folder, TWO, "optimizer.lr=1e-3,3e-3", "--trial", "3"))
+    assert (result.exit_code, "--trial 3: no valid point of the sweep has this number" in result.output) == (2, True)
 
 
 def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):

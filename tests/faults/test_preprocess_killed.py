@@ -17,7 +17,7 @@ from megalaunch.data.preprocess import state
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.timed
 
 RUN = """
 import sys

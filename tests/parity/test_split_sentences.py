@@ -4,6 +4,7 @@ import json
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +14,22 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
-punkt = pytest.importorskip("nltk.tokenize.punkt", reason="nltk (the extra `parity`) is not installed")
-megatron = pytest.importorskip(
-    "megatron.core.datasets.indexed_dataset", reason="megatron-core (the extra `parity`) is not installed"
-)
 CUT = 1_000_000  # characters that Megatron gives to NLTK at once
 
 
-def write_tables(folder: Path, text: str) -> None:
-    """Punkt's parameters of a language, learnt from `text`, in the files of NLTK's `punkt_tab`."""
-    learnt = punkt.PunktTrainer(text).get_params()
+@pytest.fixture
+def punkt():
+    return pytest.importorskip("nltk.tokenize.punkt", reason="nltk (the extra `parity`) is not installed")
+
+
+@pytest.fixture
+def megatron():
+    reason = "megatron-core (the extra `parity`) is not installed"
+    return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason=reason)
+
+
+def write_tables(folder: Path, learnt: Any) -> None:
+    """Punkt's parameters of a language in the files of NLTK's `punkt_tab`."""
     learnt.abbrev_types |= {"e.g", "i.e"}
     folder.mkdir(parents=True)
     for name, lines in {
@@ -34,11 +41,12 @@ def write_tables(folder: Path, text: str) -> None:
         (folder / name).write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_the_bytes_are_megatrons(tmp_path, monkeypatch):
+def test_the_bytes_are_megatrons(punkt, megatron, tmp_path, monkeypatch):
     pages = [text for _, text in islice(sorted(topics.items()), 30)]
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "tables"))
     monkeypatch.setattr("nltk.data.path", [str(tmp_path / "tables")])
-    write_tables(tmp_path / "tables" / "tokenizers" / "punkt_tab" / "english", "\n".join(pages))
+    learnt = punkt.PunktTrainer("\n".join(pages)).get_params()
+    write_tables(tmp_path / "tables" / "tokenizers" / "punkt_tab" / "english", learnt)
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer, split = load_tokenizer(path), punkt.PunktTokenizer("english").tokenize
     long = ("\n".join(topics.values()) * 4)[: CUT + 5_000]

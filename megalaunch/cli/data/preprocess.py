@@ -56,7 +56,8 @@ Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUTS",
-        help="Files, folders or globs of jsonl, parquet, arrow or text; hf://datasets/ORG/NAME; - is stdin.",
+        help="Files, folders, globs or URLs (s3://, gs://, hf://, ...) of jsonl, parquet, arrow or text; - is stdin. "
+        "With --shards also launcher=NAME and launcher.KEY=VALUE.",
     ),
 ]
 TokenizerFile = Annotated[
@@ -88,6 +89,9 @@ ShardNumber = Annotated[
     int | None, typer.Option(min=0, help="Run only this task of --shards, from 0, and do not merge.")
 ]
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what --shards would submit or run, and end.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return when the scheduler has the shards; do not show them.")]
+
 preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -118,6 +122,8 @@ def run(
     shards: Shards = None,
     shard: ShardNumber = None,
     merge: Annotated[bool, typer.Option("--merge", help="Only merge the parts of all --shards.")] = False,
+    dry_run: DryRun = False,
+    detach: Detach = False,
 ) -> None:
     """Tokenize text into .bin and .idx files in Megatron's format. Megatron's options work too."""
     from megalaunch.runs.hub_paths import local_data, local_tokenizer
@@ -139,14 +145,21 @@ def run(
         record_bytes=int(max_record_mb * 1e6),
         checkpoint_seconds=checkpoint_every,
     )
-    paths, prefix = local_data(inputs), output_prefix.expanduser()
-    if shards is None and shard is None and not merge:
+    sources = [word for word in inputs if not is_launcher_word(word)]
+    paths, prefix = local_data(sources), output_prefix.expanduser()
+    words = [word for word in inputs if is_launcher_word(word)]
+    if shards is None and shard is None and not (merge or dry_run or detach or words):
         preprocess_whole(paths, prefix, settings, log_interval)
         return
     from megalaunch.cli.data.preprocess_shards import Sharded
 
-    work = Sharded(paths, prefix, settings, shards, log_interval, context.meta[ARGUMENTS])
-    work.run(shard, merge)
+    work = Sharded(paths, prefix, settings, shards, log_interval, context.meta[ARGUMENTS], tuple(words))
+    work.run(shard, merge, dry_run, detach)
+
+
+def is_launcher_word(word: str) -> bool:
+    """Return whether a word is an override of the launcher, as for `train`, and no input."""
+    return word.startswith(("launcher=", "launcher."))
 
 
 def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:

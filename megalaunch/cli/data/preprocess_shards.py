@@ -12,10 +12,11 @@ import typer
 
 from megalaunch.cli.data.preprocess_output import errors_shown, note, summary
 from megalaunch.data.preprocess.settings import Settings
-from megalaunch.launchers.local_tasks import run_tasks
 from megalaunch.launchers.tasks import TaskSet
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.runs.errors import refuse
+from megalaunch.runs.task_set import TaskProgress, check_task_launcher, print_task_manifest, run_tasks
+from megalaunch.schema.launcher import LauncherSpec
 
 _CONTINUES = "finished shards are kept; the same command continues"
 
@@ -28,6 +29,7 @@ class Sharded:
         inputs, prefix, settings, log_interval: as for the whole.
         given: number of shards, if it was given.
         arguments: of the command, for those of the tasks.
+        launcher: overrides of the launcher, among these arguments.
     """
 
     inputs: list[str]
@@ -36,26 +38,36 @@ class Sharded:
     given: int | None
     log_interval: int | None
     arguments: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
 
-    def run(self, shard: int | None, merge: bool) -> None:
-        """Write one shard, or merge, or do everything; end the command on an error."""
+    def run(self, shard: int | None, merge: bool, dry_run: bool = False, detach: bool = False) -> None:
+        """Write one shard, or merge, or do everything; end the command on an error.
+
+        Args:
+            shard, merge: the part of the work; None and False: all of it.
+            dry_run: print what would be submitted or run.
+            detach: return when a scheduler has the work.
+        """
         if shard is not None and merge:
             _refuse("--shard and --merge are two tasks; give one of them.")
         if shard is not None and shard >= self._count:
             _refuse(f"--shard {shard}: the shards of --shards {self._count} are 0 to {self._count - 1}.")
         if self.settings.resume:
             _refuse("--resume is not needed with --shards: the same command continues what was interrupted.")
+        if (shard is not None or merge) and (self.launcher or dry_run or detach):
+            _refuse("--shard and --merge are for one machine: leave out launcher=, --dry-run and --detach.")
         if shard is not None:
             self._write(shard)
         elif merge:
             self._merge()
         else:
-            self._run_all()
+            self._run_all(dry_run, detach)
 
     @property
     def _count(self) -> int:
         if self.given is None:
-            _refuse("--shard and --merge need the number of all shards: give --shards N too.")
+            what = "--shard, --merge, --dry-run, --detach and launcher="
+            _refuse(f"{what} need the number of all shards: give --shards N too.")
         return self.given
 
     def _write(self, number: int) -> None:
@@ -79,24 +91,66 @@ class Sharded:
             result = merge_shards(self.inputs, self.prefix, self.settings, self._count)
         typer.echo(f"{self._count} shards verified and merged\n{summary(result)}")
 
-    def _run_all(self) -> None:
+    def _run_all(self, dry_run: bool, detach: bool) -> None:
+        settings = self._launcher_settings()
+        check_task_launcher(settings, detach)
         with errors_shown(_CONTINUES, self.log_interval):
             from megalaunch.data.preprocess.shards.write import open_parts
 
-            parts = open_parts(self.inputs, self.prefix, self.settings, self._count)
+            parts = open_parts(self.inputs, self.prefix, self.settings, self._count, write=not dry_run)
             missing = parts.missing()
+            tasks = self._tasks(missing, settings)
+            if dry_run:
+                print_task_manifest(tasks)
+                return
             if 0 < len(missing) < self._count:
                 typer.echo(f"{self._count - len(missing)} of {self._count} shards are complete already")
-            failed = run_tasks(self._tasks(missing), note)
+            progress = TaskProgress(
+                complete=lambda: sum(map(parts.is_written, missing)),
+                finished=lambda: not parts.folder.exists(),  # the merge removes it
+                kind="shard",
+            )
+            failed = run_tasks(tasks, detach, progress, note)
         if failed is not None:
-            number, code = failed
-            command = shlex.join(["megalaunch", *self._tasks([number]).arguments(number)])
-            text = f"shard {number} of {self._count} failed (exit code {code}); {_CONTINUES}. Alone: {command}"
+            command = shlex.join(["megalaunch", *tasks.arguments(failed.number)])
+            code = failed.exit_code
+            text = f"shard {failed.number} of {self._count} failed (exit code {code}); {_CONTINUES}. Alone: {command}"
             refuse(text, ExitCode(code) if code in set(ExitCode) else ExitCode.CRASH)
         self._merge()
 
-    def _tasks(self, numbers: list[int]) -> TaskSet:
-        return TaskSet(("preprocess", "--shard"), self.arguments, tuple(numbers), Path.cwd())
+    def _launcher_settings(self) -> LauncherSpec:
+        if not self.launcher:
+            return LauncherSpec()
+        from megalaunch.config.compose import compose_launcher
+        from megalaunch.config.errors import ConfigError
+        from megalaunch.plan.report import problems_text
+        from megalaunch.schema.build import SpecProblem
+
+        try:
+            settings = compose_launcher(self.launcher)
+            if settings.name == "kubernetes":
+                from megalaunch.plan.rules.kubernetes import secret_values, wrong_forms
+
+                found = (*wrong_forms(settings.kubernetes), *secret_values(settings.kubernetes))
+                if found:
+                    raise ConfigError([SpecProblem(violation.path, violation.message) for violation in found])
+            return settings
+        except ConfigError as error:
+            refuse(problems_text(error.problems))
+
+    def _tasks(self, numbers: list[int], settings: LauncherSpec) -> TaskSet:
+        own = tuple(word for word in self.arguments if word not in (*self.launcher, "--dry-run", "--detach"))
+        prefix = self.prefix.absolute()
+        return TaskSet(
+            name=f"preprocess-{prefix.name}",
+            before=("preprocess", "--shard"),
+            after=own,
+            numbers=tuple(numbers),
+            final=("preprocess", *own),
+            directory=prefix.with_name(f"{prefix.name}_job"),
+            working_directory=Path.cwd(),
+            settings=settings,
+        )
 
 
 def _refuse(text: str) -> NoReturn:

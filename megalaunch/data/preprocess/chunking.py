@@ -1,20 +1,24 @@
 """Splits inputs into chunks for the workers, so that reading needs little memory and no record is split.
 
-A chunk of a plain file is only a byte range, which the worker reads itself. Decompressed content is sent to the worker.
+A chunk of a plain file is only a byte range, which the worker reads itself. Decompressed and remote content is sent to
+the worker: so one process holds the connections, and fetches ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from megalaunch.data.preprocess.inputs import TABLES, Input, open_source
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.inputs import START_AGAIN, TABLES, Input, open_source
 from megalaunch.data.preprocess.readers import CorruptStream, DecompressedStream, lines, table_rows
 from megalaunch.data.preprocess.settings import Format, Settings
+from megalaunch.data.remote_file import InputPath
 
 _SEARCHED_AT_ONCE = 1 << 16
+_TEXTS_AT_ONCE = 16  # remote files
 # A text file is split into sections of this size at a blank line, of four times this size at any line.
 _SECTION_BYTES = 4096
 
@@ -44,10 +48,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """Text files, each one document; `content` is the decompressed text of a compressed one."""
+    """Text files, each one document; `contents` are those of compressed and remote ones, which workers do not read."""
 
-    paths: tuple[Path, ...]
-    content: bytes | None = None
+    paths: tuple[InputPath, ...]
+    contents: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Chunk:
         end: position of the next chunk.
     """
 
-    path: Path
+    path: InputPath
     body: Body
     stored: int
     end: Position
@@ -123,8 +127,19 @@ def _spans(entry: Input, number: int, settings: Settings, position: int) -> Iter
             body: Body = ByteRange(position, end - position)
             if end - position > settings.record_bytes:
                 end, body = _split_at_long_line(file, position, end, settings)
+            if entry.is_remote and isinstance(body, ByteRange):
+                body = Lines(position, read_range(file, body, entry.path))
             yield Chunk(entry.path, body, end - position, _after(number, end, entry.size))
             position = end
+
+
+def read_range(file: BinaryIO, span: ByteRange, path: InputPath) -> bytes:
+    """Read a range of a file. DataError if the file has become shorter."""
+    file.seek(span.offset)
+    content = file.read(span.size)
+    if len(content) != span.size:
+        raise DataError("it became shorter while it was read", file=path, fix=START_AGAIN)
+    return content
 
 
 def _split_at_long_line(file: BinaryIO, position: int, end: int, settings: Settings) -> tuple[int, Body]:
@@ -215,7 +230,20 @@ def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
         size += inputs[last].size
         last += 1
     paths = tuple(entry.path for entry in inputs[number:last])
-    return Chunk(first.path, WholeFiles(paths), size, Position(last, 0))
+    contents = _remote_texts(paths) if any(entry.is_remote for entry in inputs[number:last]) else None
+    return Chunk(first.path, WholeFiles(paths, contents), size, Position(last, 0))
+
+
+def _remote_texts(paths: Sequence[InputPath]) -> tuple[bytes, ...]:
+    """Return the contents of texts, several of which are fetched at a time, as a small file costs a round trip."""
+    with ThreadPoolExecutor(_TEXTS_AT_ONCE) as threads:
+        return tuple(threads.map(read_file, paths))
+
+
+def read_file(path: InputPath) -> bytes:
+    """Return the content of a file. Raises DataError."""
+    with open_source(path) as file:
+        return file.read()
 
 
 def _compressed_text(entry: Input, number: int, settings: Settings) -> Chunk:
@@ -229,7 +257,7 @@ def _compressed_text(entry: Input, number: int, settings: Settings) -> Chunk:
     except CorruptStream as error:
         body = Unreadable(str(error), "Copy the file again, or create it again.", 1)
         return Chunk(entry.path, body, entry.size, end)
-    return Chunk(entry.path, WholeFiles((entry.path,), bytes(content)), entry.size, end)
+    return Chunk(entry.path, WholeFiles((entry.path,), (bytes(content),)), entry.size, end)
 
 
 def _rows(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:

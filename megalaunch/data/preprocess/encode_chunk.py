@@ -15,6 +15,7 @@ from megalaunch.data.preprocess.chunking import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess.encoder_backend import Encode
 from megalaunch.data.preprocess.records import Record, plain_texts, read_lines, records
 from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.remote_file import InputPath
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens
 
 _MAX_QUARANTINED = 1 << 20  # bytes of a bad record that are written to the quarantine
@@ -64,7 +65,7 @@ class BadRecord:
         content: its first bytes.
     """
 
-    path: Path
+    path: InputPath
     number: int
     is_text: bool
     text_line: int | None

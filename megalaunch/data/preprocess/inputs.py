@@ -20,6 +20,8 @@ from typing import Any
 
 from megalaunch.data.errors import DataError, cannot, refuse_special_file
 from megalaunch.data.preprocess.settings import Format
+from megalaunch.data.remote_file import InputPath, RemoteFile, list_remote
+from megalaunch.data.remote_store import is_remote
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLES = (Format.PARQUET, Format.ARROW)
@@ -50,20 +52,22 @@ class Input:
     """One input file, or standard input (path `-`).
 
     Attributes:
-        path: its path.
+        path: its path or URL.
         format: how its records are parsed.
         compression: suffix of its compression; empty for none.
         size: bytes as stored, at the start.
-        changed: modification time at the start, ns.
+        changed: modification time at the start, ns; of a remote file its version there.
         name: its path relative to the directory or glob that it was found by; documents are named after it.
+        etag: of a remote file the store's hash of its content; empty if it has none.
     """
 
-    path: Path
+    path: InputPath
     format: Format
     compression: str
     size: int
-    changed: int
+    changed: int | str
     name: str = ""
+    etag: str = ""
 
     @property
     def is_stdin(self) -> bool:
@@ -75,28 +79,34 @@ class Input:
         """Whether it can be read from any offset (not compressed, not standard input)."""
         return not self.compression and not self.is_stdin
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has a URL. The main process reads it then, and sends its content to the workers."""
+        return isinstance(self.path, RemoteFile)
+
 
 def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None] = lambda text: None) -> list[Input]:
-    """Return the files of all sources in order: files, directories, globs (each sorted), `-` for standard input.
+    """Return the files of all sources in order: files, directories, globs (each sorted), URLs, `-` for standard input.
 
-    Of a dataset directory only the training split is read ; `note` is called with what is left out.
+    Of a dataset directory only the training split is read; `note` is called with what is left out.
 
     Raises:
-        DataError: a source matches nothing, standard input is given twice, or its format is not jsonl.
+        DataError: a source matches nothing or cannot be read, standard input is given twice, or its format is not
+            jsonl.
     """
     found: list[Input] = []
     for source in sources:
         if source == STDIN:
             found.append(Input(Path(STDIN), Format.JSONL if kind is Format.AUTO else kind, "", 0, 0))
         else:
-            files = list_files(source)
-            if Path(source).expanduser().is_dir() and kind is not Format.TEXT:
-                chosen = select_files(Path(source).expanduser(), files)
+            folder, files = _list_source(source)
+            if folder is not None and kind is not Format.TEXT:
+                chosen = select_files(folder, files)
                 files = chosen.files
                 for text in chosen.notes:
                     note(text)
             if not files:
-                raise DataError("no such input", file=source, fix="Inputs are files, folders, globs and -.")
+                raise DataError("no such input", file=source, fix="Inputs are files, folders, globs, URLs and -.")
             found += [describe(file.path, kind, file.name) for file in files]
     stdin = [entry for entry in found if entry.is_stdin]
     if len(stdin) > 1:
@@ -106,7 +116,16 @@ def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None
     return found
 
 
-def describe(path: Path, kind: Format, name: str = "") -> Input:
+def _list_source(source: str) -> tuple[InputPath | None, tuple[CorpusFile, ...]]:
+    """Return the folder that a source is, if it is one, and its files."""
+    if is_remote(source):
+        listing = list_remote(source)
+        return listing.folder, tuple(CorpusFile(file, name) for file, name in listing.files)
+    folder = Path(source).expanduser()
+    return folder if folder.is_dir() else None, list_files(source)
+
+
+def describe(path: InputPath, kind: Format, name: str = "") -> Input:
     """Return format and compression of a file by its suffixes; DataError if it is missing or is a compressed table."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     inner = Path(path.stem).suffix if compression else path.suffix
@@ -115,6 +134,9 @@ def describe(path: Path, kind: Format, name: str = "") -> Input:
     if kind in TABLES and compression:
         fix = f"Decompress it first, or name it without {compression}."
         raise DataError(f"{kind} files have their own compression and are not compressed again", file=path, fix=fix)
+    if isinstance(path, RemoteFile):
+        remote = path.listed or path.status()
+        return Input(path, kind, compression, remote.size, remote.version, name, remote.etag)
     try:
         status = path.stat()
     except OSError as error:
@@ -123,7 +145,7 @@ def describe(path: Path, kind: Format, name: str = "") -> Input:
 
 
 def check_unchanged(inputs: Iterable[Input]) -> None:
-    """Compare size and modification time of each input with those at the start.
+    """Compare size and modification time of each input, or a remote one's version, with those at the start.
 
     A file that was written to while it was read may lack lines or have partial ones.
 
@@ -133,31 +155,38 @@ def check_unchanged(inputs: Iterable[Input]) -> None:
     for entry in inputs:
         if entry.is_stdin:
             continue
-        try:
-            status = entry.path.stat()
-        except OSError as error:
-            raise cannot("find it again after it was read", entry.path, error, START_AGAIN) from error
-        if status.st_size != entry.size:
-            cause = f"it changed while it was read: {entry.size:,} bytes at the start, {status.st_size:,} now"
+        size, changed = _state_now(entry.path)
+        if size != entry.size:
+            cause = f"it changed while it was read: {entry.size:,} bytes at the start, {size:,} now"
             raise DataError(cause, file=entry.path, fix=START_AGAIN)
-        if status.st_mtime_ns != entry.changed:
-            cause = "it changed while it was read (its modification time differs from that at the start)"
+        if changed != entry.changed:
+            what = "version" if entry.is_remote else "modification time"
+            cause = f"it changed while it was read (its {what} differs from that at the start)"
             raise DataError(cause, file=entry.path, fix=START_AGAIN)
+
+
+def _state_now(path: InputPath) -> tuple[int, int | str]:
+    """Return size and modification time, or version. Raises DataError."""
+    if isinstance(path, RemoteFile):
+        remote = path.status()
+        return remote.size, remote.version
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise cannot("find it again after it was read", path, error, START_AGAIN) from error
+    return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class CorpusFile:
     """One file of a corpus; `name` is the prefix of its documents' names."""
 
-    path: Path
+    path: InputPath
     name: str
 
     def size(self) -> int:
         """Return the size in bytes."""
-        try:
-            return self.path.stat().st_size
-        except OSError as error:
-            raise cannot("read it", self.path, error, CORRECT_PATH) from error
+        return describe(self.path, Format.TEXT).size
 
     def sha256(self) -> str:
         """Return the hash of the content."""
@@ -182,7 +211,7 @@ def list_files(source: str) -> tuple[CorpusFile, ...]:
     return ()
 
 
-def open_source(path: Path) -> BufferedReader:
+def open_source(path: InputPath) -> BufferedReader:
     """Open a file of the corpus; DataError if that fails."""
     try:
         return path.open("rb")
@@ -228,7 +257,7 @@ class SelectedFiles:
     notes: tuple[str, ...] = ()
 
 
-def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = TRAIN) -> SelectedFiles:
+def select_files(root: InputPath, files: Sequence[CorpusFile], default: str | None = TRAIN) -> SelectedFiles:
     """Select the data files of a directory, of the split `default` if it has several splits.
 
     A directory of plain texts without splits is used completely: a README is then a document like the others.
@@ -239,7 +268,7 @@ def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = 
     data = _data_files(root, files)
     if not data:
         return SelectedFiles(tuple(files))
-    saved, unlisted = _saved_to_disk(root, data)
+    saved, unlisted = _saved_to_disk(root, files, data)
     known = set(data) - set(unlisted)
     data = [file for file in data if file in known]
     others = [file for file in files if file not in known]
@@ -259,12 +288,12 @@ def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = 
     return SelectedFiles(tuple(chosen), (*notes, *_skipped_note(root, others)))
 
 
-def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
+def _data_files(root: InputPath, files: Sequence[CorpusFile]) -> list[CorpusFile]:
     """Return the files that may be data; empty for a directory of plain texts, where all files are data."""
     if any(_kind(file) in _TABLES_AND_RECORDS and not _is_metadata(file) for file in files):
         taken = _TABLES_AND_RECORDS | _TEXTS
         return [file for file in files if _kind(file) in taken and not _is_metadata(file)]
-    if _has_dataset_card(root) or _is_texts_in_splits(files):
+    if _has_dataset_card(root, files) or _is_texts_in_splits(files):
         return [file for file in files if _kind(file) not in _METADATA_SUFFIXES and not _is_metadata(file)]
     return []
 
@@ -281,13 +310,9 @@ def _is_metadata(file: CorpusFile) -> bool:
     return name in _METADATA_NAMES or re.split(r"[.\-_]", name)[0] in _METADATA_STEMS
 
 
-def _has_dataset_card(root: Path) -> bool:
+def _has_dataset_card(root: InputPath, files: Sequence[CorpusFile]) -> bool:
     """Return whether README.md begins with the Hub's metadata block."""
-    try:
-        with (root / "README.md").open("rb") as file:
-            return file.read(4) == b"---\n"
-    except OSError:
-        return False
+    return _content(root / "README.md", files)[:4] == b"---\n"
 
 
 def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
@@ -323,13 +348,15 @@ def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
     return ""
 
 
-def _saved_to_disk(root: Path, data: Sequence[CorpusFile]) -> tuple[dict[str, str], list[CorpusFile]]:
+def _saved_to_disk(
+    root: InputPath, files: Sequence[CorpusFile], data: Sequence[CorpusFile]
+) -> tuple[dict[str, str], list[CorpusFile]]:
     """Return the splits listed in dataset_dict.json by directory, and the files not listed in state.json (cache)."""
-    listed = _read(root / "dataset_dict.json").get("splits")
+    listed = _read(root / "dataset_dict.json", files).get("splits")
     saved = {name: name for name in listed if isinstance(name, str)} if isinstance(listed, list) else {}
     unlisted = []
     for folder in {file.path.parent for file in data}:
-        entries = _read(folder / "state.json").get("_data_files")
+        entries = _read(folder / "state.json", files).get("_data_files")
         if not isinstance(entries, list):
             continue
         names = {entry.get("filename") for entry in entries if isinstance(entry, dict)}
@@ -337,15 +364,24 @@ def _saved_to_disk(root: Path, data: Sequence[CorpusFile]) -> tuple[dict[str, st
     return saved, unlisted
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: InputPath, files: Sequence[CorpusFile]) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(_content(path, files) or b"{}")
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) -> str:
+def _content(path: InputPath, files: Sequence[CorpusFile]) -> bytes:
+    """Return the content of a file if it is one of these and can be read, else nothing."""
+    known = next((file.path for file in files if file.path == path), None)
+    try:
+        return b"" if known is None else known.read_bytes()
+    except (DataError, OSError):
+        return b""
+
+
+def _split_note(root: InputPath, chosen: str, splits: dict[str, list[CorpusFile]]) -> str:
     everything = [file for members in splits.values() for file in members]
     left = [
         f"split {name} ({_name_files(root, members, everything)})"
@@ -357,11 +393,11 @@ def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) ->
     return f"{root}: read split {chosen} ({_count(splits[chosen])}); left out {', '.join(left)}"
 
 
-def _skipped_note(root: Path, others: Sequence[CorpusFile]) -> tuple[str, ...]:
+def _skipped_note(root: InputPath, others: Sequence[CorpusFile]) -> tuple[str, ...]:
     return (f"{root}: left out files without data: {_join_names(others)}",) if others else ()
 
 
-def _name_files(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
+def _name_files(root: InputPath, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
     """Return a name for exactly these files: a file, a glob, or their number."""
     if len(members) == 1:
         return str(members[0].path)

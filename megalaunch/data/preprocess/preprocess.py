@@ -141,7 +141,7 @@ def _write_reports(
 
     Args:
         prefixes: the prefixes of the output.
-        inputs, hashes: the files that were read, and the sha256 of each.
+        inputs, hashes: the files that were read, and the sha256 of each ("" for standard input and one with an etag).
         settings, run: how the tokens were made.
         vocabulary_hash: `Tokenizer.vocabulary_hash` of the tokenizer.
         outputs: size and hashes of each file written.
@@ -172,6 +172,7 @@ def _write_reports(
         },
         "inputs": [
             {"file": str(entry.path), "bytes": entry.size, "sha256": digest}
+            | ({"etag": entry.etag} if entry.etag else {})
             for entry, digest in zip(inputs, hashes, strict=True)
         ],
         "bad_records": state.bad,

@@ -14,12 +14,12 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.preprocess.inputs import Input, describe, open_source
 from megalaunch.data.preprocess.settings import Format
+from megalaunch.data.remote_file import InputPath, RemoteFile
 
 _BLOCK = 1 << 20
 _AHEAD = 1 << 28  # bytes that hashing may be ahead of the encoding
@@ -92,7 +92,7 @@ class DecompressedStream:
             raise EOFError("the last frame is not complete")
 
 
-def lines(path: Path) -> Iterator[bytes]:
+def lines(path: InputPath) -> Iterator[bytes]:
     """Yield the decompressed lines of a file with their line ends. DataError if it cannot be read or is corrupt."""
     source = describe(path, Format.TEXT)
     if source.is_plain:
@@ -110,7 +110,7 @@ def lines(path: Path) -> Iterator[bytes]:
         yield partial
 
 
-def import_optional(module: str, path: Path) -> Any:
+def import_optional(module: str, path: InputPath) -> Any:
     """Import an optional package of the extra `data`; DataError naming it if it is not installed."""
     import importlib
 
@@ -128,7 +128,10 @@ def _as_os_error(error: Exception) -> OSError:
 
 
 class InputHashes:
-    """Hashes the inputs in a thread, from `start` or else from `finish`, which waits for them."""
+    """Hashes the inputs in a thread, from `start` or else from `finish`, which waits for them.
+
+    Remote inputs for which their store has a hash (an etag) are not read a second time.
+    """
 
     def __init__(self, inputs: Sequence[Input]) -> None:
         self._inputs = inputs
@@ -149,7 +152,7 @@ class InputHashes:
             self._position_changed.notify()
 
     def finish(self) -> list[str]:
-        """Return the hex digest of each input, empty for standard input. DataError if an input could not be read."""
+        """Return the hex digest of each input, empty for one that is not hashed. DataError if one cannot be read."""
         self.reached(sum(entry.size for entry in self._inputs))
         if self._thread.ident is None:
             self.start()
@@ -161,7 +164,7 @@ class InputHashes:
     def _hash_all(self) -> None:
         try:
             for entry in self._inputs:
-                self._hashes.append("" if entry.is_stdin else self._sha256(entry))
+                self._hashes.append("" if entry.is_stdin or entry.etag else self._sha256(entry))
         except DataError as error:
             self._error = error
 
@@ -243,20 +246,31 @@ def table_columns(entry: Input) -> list[str]:
     arrow = import_optional("pyarrow", entry.path)
     try:
         if entry.format is Format.PARQUET:
-            return list(import_optional("pyarrow.parquet", entry.path).ParquetFile(entry.path).schema_arrow.names)
+            parquet = import_optional("pyarrow.parquet", entry.path)
+            return list(parquet.ParquetFile(_seekable(entry.path)).schema_arrow.names)
         ipc = import_optional("pyarrow.ipc", entry.path)
-        with entry.path.open("rb") as file:
+        with open_source(entry.path) as file:
             opened = ipc.open_file if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC else ipc.open_stream
-        with arrow.memory_map(str(entry.path)) as source:
+        with _arrow_source(entry.path, arrow) as source:
             return list(opened(source).schema.names)
     except (arrow.ArrowException, OSError) as error:
         cause = f"it cannot be read as {entry.format} ({error})"
         raise DataError(cause, file=entry.path, fix="Copy the file again, or create it again.") from error
 
 
-def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
+def _seekable(path: InputPath) -> Any:
+    """Return what pyarrow opens: a path, or a remote file."""
+    return open_source(path) if isinstance(path, RemoteFile) else path
+
+
+def _arrow_source(path: InputPath, arrow: Any) -> Any:
+    """Return an input file of pyarrow; one on disk is mapped into memory."""
+    return arrow.PythonFile(open_source(path), "r") if isinstance(path, RemoteFile) else arrow.memory_map(str(path))
+
+
+def _parquet(path: InputPath, keys: Sequence[str], start: int) -> Iterator[_Batch]:
     """Yield the record batches of a parquet file from row `start`."""
-    table = import_optional("pyarrow.parquet", path).ParquetFile(path)
+    table = import_optional("pyarrow.parquet", path).ParquetFile(_seekable(path))
     _check_columns(path, table.schema_arrow.names, keys)
     total = table.metadata.num_rows
     # Skip row groups that end before the start.
@@ -270,16 +284,16 @@ def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
         row += batch.num_rows
 
 
-def _arrow(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
+def _arrow(path: InputPath, keys: Sequence[str], start: int) -> Iterator[_Batch]:
     """Yield the record batches of an arrow stream or random-access file from row `start`."""
     arrow, ipc = import_optional("pyarrow", path), import_optional("pyarrow.ipc", path)
     row = 0
-    with path.open("rb") as probe:
+    with open_source(path) as probe:
         magic = probe.read(len(_FILE_MAGIC))
         size = probe.seek(0, 2)
     if not magic:
         raise arrow.ArrowInvalid("it is empty")
-    with arrow.memory_map(str(path)) as source:
+    with _arrow_source(path, arrow) as source:
         if magic == _FILE_MAGIC:
             file = ipc.open_file(source)
             count = file.num_record_batches
@@ -299,7 +313,7 @@ def _arrow(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
             before = after
 
 
-def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
+def _check_columns(path: InputPath, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
             shown = ", ".join(names[:10])

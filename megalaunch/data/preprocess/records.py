@@ -6,12 +6,22 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.chunking import ByteRange, Chunk, Lines, Rows, Sections, Unreadable, WholeFiles
-from megalaunch.data.preprocess.inputs import START_AGAIN, open_source
+from megalaunch.data.preprocess.chunking import (
+    ByteRange,
+    Chunk,
+    Lines,
+    Rows,
+    Sections,
+    Unreadable,
+    WholeFiles,
+    read_file,
+    read_range,
+)
+from megalaunch.data.preprocess.inputs import open_source
+from megalaunch.data.remote_file import InputPath
 
 # Raised by the fast path for a line that is not an object with texts under the keys.
 _UNUSUAL = (ValueError, KeyError, TypeError, RecursionError)
@@ -33,7 +43,7 @@ class Record:
         lists: whether a value may be a list of texts.
     """
 
-    path: Path
+    path: InputPath
     keys: tuple[str, ...]
     source: bytes | tuple[Any, ...]
     is_text: bool = False
@@ -91,8 +101,8 @@ def records(chunk: Chunk, keys: tuple[str, ...], lists: bool = True) -> Iterator
         for values in body.values:
             yield Record(chunk.path, keys, values, lists=lists)
     elif isinstance(body, WholeFiles):
-        for path in body.paths:
-            yield Record(path, keys, _read_file(path) if body.content is None else body.content, True, _FIRST)
+        for number, path in enumerate(body.paths):
+            yield Record(path, keys, body.contents[number] if body.contents else read_file(path), True, _FIRST)
     elif isinstance(body, Sections):
         for first_line, content in zip(body.first_lines, body.contents, strict=True):
             yield Record(chunk.path, keys, content, True, first_line)
@@ -139,7 +149,7 @@ def _views(content: bytes) -> list[memoryview]:
     return lines
 
 
-def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int, lists: bool) -> list[Sequence[str]]:
+def _line(line: bytes, keys: tuple[str, ...], path: InputPath, number: int, lists: bool) -> list[Sequence[str]]:
     try:  # fast path for nearly every line; record_sentences handles the others and reports the errors
         record = _parse_fast(line)
         found = [record[key] for key in keys]
@@ -170,33 +180,25 @@ def _standard_parse(line: bytes | memoryview) -> Any:
 _parse_fast = _fast_parser()
 
 
-def _row(values: tuple[Any, ...], keys: tuple[str, ...], path: Path, lists: bool) -> list[Sequence[str]]:
+def _row(values: tuple[Any, ...], keys: tuple[str, ...], path: InputPath, lists: bool) -> list[Sequence[str]]:
     texts = (decode_utf8(value, path) if isinstance(value, bytes) else value for value in values)
     return [_check_texts(value, key, path, _LATER, lists) for key, value in zip(keys, texts, strict=True)]
 
 
-def _text(content: bytes, path: Path, first_line: int) -> str:
+def _text(content: bytes, path: InputPath, first_line: int) -> str:
     if b"\0" in content:
         line = first_line + content.count(b"\n", 0, content.index(b"\0"))
-        raise DataError("it holds NUL bytes: no text, or a damaged file", file=path, record=line)
+        fix = "Leave it out, for instance by a glob of the text files: 'FOLDER/**/*.txt'."
+        raise DataError("it holds NUL bytes: no text, or a damaged file", file=path, record=line, fix=fix)
     return decode_utf8(content, path, first_line)
 
 
-def _read_file(path: Path) -> bytes:
+def _read_range(path: InputPath, span: ByteRange) -> bytes:
     with open_source(path) as file:
-        return file.read()
+        return read_range(file, span, path)
 
 
-def _read_range(path: Path, span: ByteRange) -> bytes:
-    with open_source(path) as file:
-        file.seek(span.offset)
-        content = file.read(span.size)
-    if len(content) != span.size:
-        raise DataError("it became shorter while it was read", file=path, fix=START_AGAIN)
-    return content
-
-
-def record_sentences(line: bytes, json_key: str, path: Path, number: int, lists: bool = True) -> list[str]:
+def record_sentences(line: bytes, json_key: str, path: InputPath, number: int, lists: bool = True) -> list[str]:
     """Return the text of one jsonl line as a list; with `lists` the value may be a list of texts, as in Megatron.
 
     Raises:
@@ -205,7 +207,7 @@ def record_sentences(line: bytes, json_key: str, path: Path, number: int, lists:
     return _check_texts(_value(line, json_key, path, number), json_key, path, number, lists)
 
 
-def _check_texts(value: Any, json_key: str, path: Path, number: int, lists: bool) -> list[str]:
+def _check_texts(value: Any, json_key: str, path: InputPath, number: int, lists: bool) -> list[str]:
     """Return a record's value as a list of texts; DataError if it is neither a text nor (`lists`) several."""
     sentences = value if lists and isinstance(value, list) else [value]
     for sentence in sentences:
@@ -215,7 +217,7 @@ def _check_texts(value: Any, json_key: str, path: Path, number: int, lists: bool
     return sentences
 
 
-def _value(line: bytes, json_key: str, path: Path, number: int) -> Any:
+def _value(line: bytes, json_key: str, path: InputPath, number: int) -> Any:
     """Parse a jsonl line and return its value under the key."""
     if number == 1:
         line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -232,7 +234,7 @@ def _value(line: bytes, json_key: str, path: Path, number: int) -> Any:
     return record[json_key]
 
 
-def _reject_lone_surrogates(text: str, json_key: str, path: Path, number: int) -> None:
+def _reject_lone_surrogates(text: str, json_key: str, path: InputPath, number: int) -> None:
     """Raise DataError for half of a surrogate pair, which JSON can encode and no tokenizer accepts."""
     try:
         text.encode()
@@ -241,7 +243,7 @@ def _reject_lone_surrogates(text: str, json_key: str, path: Path, number: int) -
         raise DataError(f'"{json_key}" holds half a character ({half})', file=path, record=number) from None
 
 
-def _parse(line: str, path: Path, number: int) -> Any:
+def _parse(line: str, path: InputPath, number: int) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
@@ -256,7 +258,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "an object" if isinstance(value, dict) else "a list")
 
 
-def decode_utf8(content: bytes, path: Path, first_line: int = 1) -> str:
+def decode_utf8(content: bytes, path: InputPath, first_line: int = 1) -> str:
     """Decode UTF-8; DataError with the line, where `content` begins in line `first_line` of the file."""
     try:
         return content.decode("utf-8")

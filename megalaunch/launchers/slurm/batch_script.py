@@ -30,16 +30,27 @@ def batch_script(job: Job, output: Path) -> str:
     Raises:
         LauncherError: a value has a control character, which no option can hold.
     """
-    options = [f"#SBATCH {option}" for option in _options(job, output)]
-    srun = shlex.join(["srun", *srun_options(job.nodes), *_task_options(job.settings.slurm), *_command(job)])
-    return "\n".join(["#!/bin/bash", *options, "", *_run(srun, job.settings.slurm)]) + "\n"
+    return script_text(job, output, shlex.join(command(job)))
 
 
-def _options(job: Job, output: Path) -> Iterator[str]:
+def script_text(job: Job, output: Path, words: str, array: str | None = None) -> str:
+    """Return the text of a script that runs `words`, quoted for the shell, once on each node.
+
+    Args:
+        output: pattern of the file for the job's output.
+        array: numbers of the tasks of a job array, such as 0-3.
+    """
+    options = [f"#SBATCH {option}" for option in _options(job, output, array)]
+    srun = shlex.join(["srun", *srun_options(job.nodes), *_task_options(job.settings.slurm)])
+    return "\n".join(["#!/bin/bash", *options, "", *_run(f"{srun} {words}", job.settings.slurm)]) + "\n"
+
+
+def _options(job: Job, output: Path, array: str | None) -> Iterator[str]:
     slurm = job.settings.slurm
     gres, devices = slurm.gres, job.devices_per_node
     valued = {
         "job-name": job.name,
+        "array": array,
         "account": slurm.account,
         "partition": slurm.partition,
         "qos": slurm.qos,
@@ -89,7 +100,8 @@ def _task_options(slurm: SlurmSpec) -> Iterator[str]:
         yield f"--container-workdir={slurm.container_workdir}"
 
 
-def _command(job: Job) -> list[str]:
+def command(job: Job) -> list[str]:
+    """Return the command line of a job's nodes."""
     return [node_python(job.settings), "-m", "megalaunch", *job.arguments]
 
 

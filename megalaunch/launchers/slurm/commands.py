@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from megalaunch.launchers.launcher import JobStatus, LauncherError, Phase
@@ -46,9 +47,9 @@ def check_script(script: Path) -> str:
     return _reason("sbatch", slurm_command("sbatch", "--test-only", str(script)))
 
 
-def submit_script(script: Path) -> int:
+def submit_script(script: Path, *options: str) -> int:
     """Submit a batch script; return the number of the job. Raises LauncherError."""
-    answer = slurm_command("sbatch", "--parsable", str(script))
+    answer = slurm_command("sbatch", "--parsable", *options, str(script))
     number = answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""
     if not number.isdecimal():
         raise LauncherError(f"sbatch answered {answer.strip()!r} in place of a job's number")
@@ -61,15 +62,28 @@ def job_status(number: int) -> JobStatus:
     Raises:
         LauncherError: Slurm does not answer.
     """
-    try:
-        return _shown_job(slurm_command("scontrol", "--oneliner", "show", "job", str(number)))
-    except LauncherError as error:
-        if _UNKNOWN_JOB not in str(error):
-            raise
+    shown = shown_jobs(number)
+    if shown:
+        return replace(shown[0], exit_code=None)  # of several nodes it is the largest, and not that of the run
     try:
         return _accounted_job(slurm_command(*_SACCT, f"--jobs={number}"))
     except LauncherError:  # a cluster without accounting
         return JobStatus("unknown", "not known to Slurm any more")
+
+
+def shown_jobs(number: int) -> list[JobStatus]:
+    """Return the state of a job, or of each task of a job array, from the controller; [] if it has forgotten them.
+
+    Raises:
+        LauncherError: Slurm does not answer.
+    """
+    try:
+        text = slurm_command("scontrol", "--oneliner", "show", "job", str(number))
+    except LauncherError as error:
+        if _UNKNOWN_JOB not in str(error):
+            raise
+        return []
+    return [_shown_job(line) for line in text.splitlines() if line.strip()]
 
 
 _SACCT = ("sacct", "--allocations", "--noheader", "--parsable2", "--format=State,NodeList")
@@ -80,13 +94,15 @@ def _shown_job(text: str) -> JobStatus:
     fields = dict(re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", text))
     state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "")
     nodes = fields.get("NodeList", "")
-    restarts = fields.get("Restarts", "0")
+    restarts, phase = fields.get("Restarts", "0"), _phase(state)
+    code = fields.get("ExitCode", "").partition(":")[0]
     return JobStatus(
-        _phase(state),
+        phase,
         state,
         "" if reason in _WITHOUT_REASON else reason,
         "" if nodes == "(null)" else nodes,
         int(restarts) if restarts.isdecimal() else 0,
+        int(code) if code.isdecimal() and phase == "ended" else None,
     )
 
 

@@ -106,11 +106,11 @@ class PointValidator:
         return self._corpora[spec.data]
 
     def _launcher_reason(self, spec: RunSpec) -> list[Finding]:
-        """Return an error if the trials would be submitted as jobs: they run one after the other on this machine."""
-        name = spec.launcher.name
-        if name == "local" or self._machine.allocation is not None:
+        """Return an error if a trial needs several nodes of a launcher."""
+        name, nodes = spec.launcher.name, spec.cluster.nodes
+        if name == "local" or self._machine.allocation is not None or nodes == 1:
             return []
-        message = f"the trials of a sweep run on this machine, and launcher={name} submits single runs"
+        message = f"launcher={name} runs trials of one node"
         return [Finding("sweep.launcher", "error", "launcher.name", message, fixes=("launcher=local",))]
 
     def _duplicate_reason(self, number: int, spec: RunSpec) -> Finding | None:
@@ -163,6 +163,12 @@ class PlannedSweep:
     def runnable(self) -> list[ValidatedPoint]:
         """The valid points, at most `trials`."""
         return list(islice((point for point in self.points if point.is_valid), self.request.trials))
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a launcher runs the trials on other machines."""
+        spec = next((point.spec for point in [*self.runnable, self.sample] if point and point.spec), None)
+        return spec is not None and spec.launcher.name != "local" and self.machine.allocation is None
 
     @property
     def skipped(self) -> list[ValidatedPoint]:

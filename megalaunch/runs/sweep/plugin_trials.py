@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megalaunch.runs.sweep.folder import record_started
 from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
-from megalaunch.runs.sweep.results import read_result
+from megalaunch.runs.sweep.results import is_due
 
 _KEY = "hydra/launcher"
 _OWN = "basic"  # Hydra's default: the trials run here, one after the other
@@ -38,7 +38,7 @@ def run_by_plugin(planned: PlannedSweep) -> None:
     from megalaunch.config.hydra.launcher import launch_jobs
 
     request, folder = planned.request, planned.request.folder
-    points = [point for point in planned.runnable if _is_due(planned, point)]
+    points = [point for point in planned.runnable if is_due(planned, point)]
     jobs = [_job(planned, point) for point in points]
     for point in points:
         record_started(folder, point.number, point.values)
@@ -55,11 +55,6 @@ def run_job(jobs: Sequence[Job], number: int) -> int:
     with job.log.open("ab") as log:
         command = [sys.executable, "-m", "megalaunch", "train", *job.arguments]
         return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-
-
-def _is_due(planned: PlannedSweep, point: ValidatedPoint) -> bool:
-    state = read_result(point.number, point.values, planned.request.folder.trial(point.number)).state
-    return state in ("waiting", "unfinished") or (planned.request.retry_failed and state == "failed")
 
 
 def _job(planned: PlannedSweep, point: ValidatedPoint) -> Job:

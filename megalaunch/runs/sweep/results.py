@@ -21,7 +21,7 @@ from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.sweep.folder import LOWER_IS_BETTER, Metric, SweepFolder
-from megalaunch.runs.sweep.plan import ValidatedPoint
+from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
 
 State = Literal["waiting", "unfinished", "done", "failed"]
 WARM_UP_STEPS = 2  # minimum; a tenth of the steps in a longer run
@@ -98,6 +98,12 @@ def read_result(trial: int, values: Values, directory: RunDirectory) -> TrialRes
         number(steps[-1], "loss") if steps else None,
         _last_validation(directory),
     )
+
+
+def is_due(planned: PlannedSweep, point: ValidatedPoint) -> bool:
+    """Return whether a point has yet to run: it has no outcome, or a failed one that shall be tried again."""
+    state = read_result(point.number, point.values, planned.request.folder.trial(point.number)).state
+    return state in ("waiting", "unfinished") or (planned.request.retry_failed and state == "failed")
 
 
 def read_speed(steps: Sequence[Record]) -> Speed | None:

@@ -30,7 +30,8 @@ from megalaunch.runs.sweep.folder import SweepFolderError, open_folder, record_s
 from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
 from megalaunch.runs.sweep.plugin_trials import names_plugin, run_by_plugin
 from megalaunch.runs.sweep.report import counts, results_json, results_text
-from megalaunch.runs.sweep.results import TrialResult, draw_results, rank_results, read_result, write_results
+from megalaunch.runs.sweep.results import TrialResult, draw_results, is_due, rank_results, read_result, write_results
+from megalaunch.runs.sweep.task_set import run_trials_elsewhere
 
 if TYPE_CHECKING:
     from megalaunch.runs.sweep.sampling import TreeSampler
@@ -69,10 +70,32 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
     return ExitCode(failed)
 
 
+def run_elsewhere(planned: PlannedSweep, detach: bool) -> None:
+    """Run the trials by the launcher of the sweep; returns when only the ranking is due here."""
+    _refuse_tpe(planned, "a launcher")
+    if not planned.runnable:
+        refuse("\n".join([*_all_reasons(planned), *counts(planned)]))
+    _lock_sweep(planned).release()  # the final job locks it again, on another machine
+    typer.echo("\n".join(counts(planned)))
+    run_trials_elsewhere(planned, detach, lambda text: typer.echo(f"note: {text}", err=True))
+
+
+def run_trial(planned: PlannedSweep, number: int) -> ExitCode:
+    """Run one trial of a sweep that another process holds; DONE when it has an outcome, a failure included."""
+    point = next((point for point in planned.runnable if point.number == number), None)
+    if point is None:
+        fail(f"--trial {number}: no valid point of the sweep has this number\nfix:  --dry-run shows all")
+    with StopSignals() as stop:
+        try:
+            _TrialRunner(planned, stop, terminal=False).run_one(point)
+        except StopBeforeLaunch as stopped:
+            return stopped.exit_code
+        return stop.exit_code if stop.count else ExitCode.DONE
+
+
 def _run_by_plugin(planned: PlannedSweep, stop: StopSignals) -> ExitCode:
     """Run all trials by a launcher plug-in of Hydra, which needs to know them before the first one starts."""
-    if planned.request.sampler == "tpe":
-        fail("--sampler tpe learns from each trial, and a launcher plug-in gets all at once\nfix:  --sampler random")
+    _refuse_tpe(planned, "a launcher plug-in")
     typer.echo("\n".join(counts(planned)))
     stop.watching = False
     try:
@@ -80,6 +103,11 @@ def _run_by_plugin(planned: PlannedSweep, stop: StopSignals) -> ExitCode:
     except ConfigError as error:
         refuse(problems_text(error.problems))
     return stop.exit_code if stop.count else ExitCode.DONE
+
+
+def _refuse_tpe(planned: PlannedSweep, who: str) -> None:
+    if planned.request.sampler == "tpe":
+        fail(f"--sampler tpe learns from each trial, and {who} gets all at once\nfix:  --sampler random")
 
 
 def _all_reasons(planned: PlannedSweep) -> list[str]:
@@ -123,16 +151,23 @@ class _TrialRunner:
                 self._stop.watching = False
                 if self._stop.count:
                     return self._stop.exit_code
-                before = self._result(point)
-                retry = self._planned.request.retry_failed and before.state == "failed"
-                if before.state in ("waiting", "unfinished") or retry:
-                    self._display.begin(_results(self._planned), before)
+                if is_due(self._planned, point):
+                    self._display.begin(_results(self._planned), self._result(point))
                     self._trial(point)
                     self._display.end(self._result(point))
                     self._save()
             return self._stop.exit_code if self._stop.count else ExitCode.DONE
         finally:
             self._stop.watching = False
+            self._display.finish()
+
+    def run_one(self, point: ValidatedPoint) -> None:
+        """Run one trial, whatever became of it before."""
+        self._display.begin([self._result(point)], self._result(point))
+        try:
+            self._trial(point)
+            self._display.end(self._result(point))
+        finally:
             self._display.finish()
 
     def _points(self) -> Iterator[ValidatedPoint]:

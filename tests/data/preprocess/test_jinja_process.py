@@ -21,7 +21,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(jinja_process, "_SECONDS", 0.3)  # of the parent; the process has its own
 
 
-@pytest.mark.serial  # a template may take ten seconds
+@pytest.mark.timed  # a template may take ten seconds
 @pytest.mark.parametrize(
     "template",
     [

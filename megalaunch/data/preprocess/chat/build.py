@@ -30,6 +30,7 @@ from megalaunch.data.preprocess.corpus.documents import Corpus
 from megalaunch.data.preprocess.inputs import TABLES, CorpusFile, describe
 from megalaunch.data.preprocess.readers import lines, table_columns, table_rows
 from megalaunch.data.preprocess.settings import Format
+from megalaunch.data.remote_file import InputPath
 from megalaunch.data.tokenizer.folder import chat_template, companion_files, named_tokens, read_json
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
@@ -42,7 +43,7 @@ _ROWS_BYTES = 1 << 22
 class _ConversationText:
     """One parsed conversation with its file, record number and name."""
 
-    path: Path
+    path: InputPath
     number: int
     name: str
     conversation: Conversation

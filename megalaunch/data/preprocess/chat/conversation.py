@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.remote_file import InputPath
 
 _ROLES = {
     "system": "system",
@@ -55,7 +55,7 @@ class Conversation:
     tools: Any = None
 
 
-def parse_conversation(line: bytes, path: Path, number: int) -> Conversation:
+def parse_conversation(line: bytes, path: InputPath, number: int) -> Conversation:
     """Parse a conversation from a jsonl line; DataError with file, line and cause."""
     try:
         record = json.loads(line)
@@ -66,7 +66,7 @@ def parse_conversation(line: bytes, path: Path, number: int) -> Conversation:
     return conversation(record, path, number)
 
 
-def conversation(record: Mapping[str, Any], path: Path, number: int) -> Conversation:
+def conversation(record: Mapping[str, Any], path: InputPath, number: int) -> Conversation:
     """Parse a conversation from a record; DataError with file, record and cause."""
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -92,7 +92,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _conversation(
-    turns: Sequence[Any], role_key: str, text_key: str, record: Mapping[str, Any], path: Path, number: int
+    turns: Sequence[Any], role_key: str, text_key: str, record: Mapping[str, Any], path: InputPath, number: int
 ) -> Conversation:
     messages = tuple(_message(turn, role_key, text_key, path, number) for turn in turns)
     tools = record.get("tools")
@@ -104,7 +104,7 @@ def _conversation(
     return Conversation(messages, tools or None)
 
 
-def _message(turn: Any, role_key: str, text_key: str, path: Path, number: int) -> Message:
+def _message(turn: Any, role_key: str, text_key: str, path: InputPath, number: int) -> Message:
     """Parse one turn into a message; a weight of 0 excludes it from the loss."""
 
     def wrong(cause: str, fix: str = "") -> DataError:

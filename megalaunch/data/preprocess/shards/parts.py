@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.indexed_dataset.dataset import idx_path
 from megalaunch.data.indexed_dataset.verify import verify
 from megalaunch.data.preprocess.inputs import Input
 from megalaunch.data.preprocess.preprocess import final_prefixes
@@ -34,8 +35,10 @@ class Parts:
     settings: Settings
 
     @classmethod
-    def open(cls, output_prefix: Path, count: int, inputs: Sequence[Input], settings: Settings) -> Parts:
-        """Return the parts of a prefix; the first call notes what they are made from.
+    def open(
+        cls, output_prefix: Path, count: int, inputs: Sequence[Input], settings: Settings, write: bool = True
+    ) -> Parts:
+        """Return the parts of a prefix; the first call notes what they are made from, unless nothing may be written.
 
         Raises:
             DataError: parts that are there were made from something else, or the folder is not writable.
@@ -43,6 +46,8 @@ class Parts:
         parts = cls(output_prefix.with_name(f".{output_prefix.name}.shards"), count, settings)
         plan = _plan(count, inputs, settings)
         path = parts.folder / "plan.json"
+        if not write and not path.exists():
+            return parts
         try:
             parts.folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
@@ -73,7 +78,7 @@ class Parts:
     def why_not(self, number: int) -> str:
         """Return why the part of a shard cannot be merged: missing, or how it is damaged; "" if it can."""
         for final in self.finals(number):
-            if not final.with_name(f"{final.name}.idx").exists():
+            if not idx_path(final).exists():
                 return "missing"
             try:
                 if not verify(final, None, lambda done, total: None).hashed:
@@ -81,6 +86,10 @@ class Parts:
             except DataError as error:
                 return str(error)
         return ""
+
+    def is_written(self, number: int) -> bool:
+        """Return whether a shard has all its files, unverified; the index is the last of them."""
+        return all(idx_path(final).exists() for final in self.finals(number))
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards whose part is missing or damaged."""

@@ -25,11 +25,11 @@ from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 _RUN_AGAIN = "Run the same command with --shards alone: it writes only such shards again, and merges."
 
 
-def open_parts(inputs: Sequence[str], output_prefix: Path, settings: Settings, count: int) -> Parts:
+def open_parts(inputs: Sequence[str], output_prefix: Path, settings: Settings, count: int, write: bool = True) -> Parts:
     """Return the parts of the shards, after the checks that need no tokenizer. Raises DataError."""
     found = find_inputs(inputs, settings.format)
     divide(found, count)
-    return Parts.open(output_prefix, count, found, settings)
+    return Parts.open(output_prefix, count, found, settings, write)
 
 
 def write_shard(

@@ -1,0 +1,179 @@
+"""Run the independent tasks of a command by its launcher, and their final command; show submitted ones to their end."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from megalaunch.launch.agent import last_lines
+from megalaunch.launchers.launcher import JobStatus, LauncherError
+from megalaunch.launchers.record import JobRecord, read_record
+from megalaunch.launchers.select_launcher import select_launcher, select_task_launcher
+from megalaunch.launchers.tasks import FailedTask, TaskRunner, TaskScheduler, TaskSet
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.errors import fail
+from megalaunch.schema.launcher import LauncherSpec
+
+_POLL_SECONDS = 0.5
+_ASK_SECONDS = 5.0  # between two questions to a scheduler, whose controller serves all users
+_SILENT_SECONDS = 600.0  # a scheduler that does not answer for so long ends the display
+_LINES = 12
+_RESULT_LINES = 60
+
+
+@dataclass(frozen=True)
+class TaskProgress:
+    """What the files of a command tell about its tasks.
+
+    Attributes:
+        complete: returns how many are complete.
+        finished: returns whether the final command has done its work.
+        kind: what a task is called: "shard".
+    """
+
+    complete: Callable[[], int]
+    finished: Callable[[], bool]
+    kind: str
+
+
+def check_task_launcher(settings: LauncherSpec, detach: bool) -> TaskRunner | TaskScheduler:
+    """Return the launcher of independent tasks; end the command if there is none.
+
+    Args:
+        detach: its tasks must live on without this process.
+    """
+    try:
+        launcher = select_task_launcher(settings)
+    except LauncherError as error:
+        fail(error.text())
+    if detach and launcher.attached:
+        fail(
+            f"launcher={settings.name} ends its tasks when this command ends\n"
+            "fix:  nohup or tmux keep it running; launcher=slurm submits them"
+        )
+    return launcher
+
+
+def print_task_manifest(tasks: TaskSet) -> None:
+    """Print exactly what would be submitted or run; end the command on an error."""
+    launcher = check_task_launcher(tasks.settings, detach=False)
+    try:
+        typer.echo(launcher.manifest(tasks), nl=False)
+    except LauncherError as error:
+        fail(error.text())
+
+
+def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callable[[str], None]) -> FailedTask | None:
+    """Run the tasks here, on hosts or on a Ray cluster; None if all have succeeded, and the final command is due.
+
+    Where a scheduler has submitted them, it runs the final command too, and this command ends with its exit code.
+
+    Args:
+        detach: end the command when the tasks are submitted.
+        note: called with each note to the user.
+    """
+    launcher = check_task_launcher(tasks.settings, detach)
+    try:
+        _refuse_second_job(tasks, launcher)
+        if launcher.attached:
+            failed = launcher.run(tasks, note)
+            if failed is not None and failed.log is not None:
+                _print_log(failed.log)
+            return failed
+        record = launcher.submit(tasks)
+    except LauncherError as error:
+        fail(error.text())
+    except OSError as error:
+        fail(f"{tasks.directory} cannot be written ({error.strerror})")
+    array = f"{_counted(record.tasks, progress)} in job {record.id}, then " if record.tasks else ""
+    typer.echo(f"submitted to {record.launcher}: {array}job {record.final}; output in {record.output}")
+    if detach:
+        shown = shlex.quote(str(tasks.directory))
+        typer.echo(f"next: megalaunch status {shown}, logs or stop")
+        raise typer.Exit(0)
+    _show_to_the_end(tasks, record, progress)
+
+
+def _refuse_second_job(tasks: TaskSet, launcher: TaskRunner | TaskScheduler) -> None:
+    """End the command if the tasks were submitted before and have not ended."""
+    record = read_record(RunDirectory(tasks.directory).job)
+    if record is None:
+        return
+    before = select_launcher(record.launcher)
+    if launcher.attached and (before.attached or record.launcher != tasks.settings.name):
+        return
+    status = before.status(record)
+    if status.phase in ("pending", "running"):
+        shown = shlex.quote(str(tasks.directory))
+        fail(
+            f"{tasks.directory} has job {record.id} already: {status}\n"
+            f"fix:  megalaunch status {shown} shows it, megalaunch stop {shown} ends it"
+        )
+
+
+def _show_to_the_end(tasks: TaskSet, record: JobRecord, progress: TaskProgress) -> NoReturn:
+    """Print each change until the final command has ended; end with its exit code. Ctrl-C ends the display alone."""
+    try:
+        status = _follow(record, progress)
+    except KeyboardInterrupt:
+        shown = shlex.quote(str(tasks.directory))
+        typer.echo(
+            f"job {record.id} continues; `megalaunch status {shown}` shows it, `megalaunch stop {shown}` ends it"
+        )
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+    logs = select_launcher(record.launcher).output(record)
+    if progress.finished():
+        for line in last_lines(logs[-1], _RESULT_LINES) if logs else ():
+            typer.echo(line)
+        raise typer.Exit(0)
+    typer.echo(f"job {record.final} ended without a result: {status}", err=True)
+    for path in logs[-1:]:
+        _print_log(path)
+    typer.echo(f"  next    the same command keeps complete {progress.kind}s and continues", err=True)
+    if status.exit_code in list(ExitCode) and status.exit_code:
+        raise typer.Exit(int(status.exit_code))
+    raise typer.Exit(int(ExitCode.PREEMPTED if status.state.startswith("CANCELLED") else ExitCode.CRASH))
+
+
+def _counted(count: int, progress: TaskProgress) -> str:
+    return f"{count} {progress.kind}{'s' if count != 1 else ''}"
+
+
+def _print_log(path: Path) -> None:
+    typer.echo(f"  log     {path}", err=True)
+    for line in last_lines(path, _LINES):
+        typer.echo(f"  | {line}", err=True)
+
+
+def _follow(record: JobRecord, progress: TaskProgress) -> JobStatus:
+    """Print each change of the state and of the number of complete tasks; return the last state."""
+    launcher = select_launcher(record.launcher)
+    status: JobStatus | None = None
+    complete, asked, answered = 0, 0.0, time.monotonic()
+    while True:
+        now = time.monotonic()
+        if now >= asked:
+            try:
+                before, status = status, launcher.status(record)
+                answered = now
+                if status != before:
+                    typer.echo(f"job {record.id}: {status}")
+            except LauncherError as error:
+                if now - answered > _SILENT_SECONDS:
+                    fail(f"the state of job {record.id} is unknown: {error.text()}", ExitCode.CRASH)
+            asked = now + _ASK_SECONDS
+        if (found := progress.complete()) > complete:
+            complete = found
+            typer.echo(f"{_counted(complete, progress)} complete")
+        if status is not None and status.phase in ("ended", "unknown"):
+            return status
+        if progress.finished():
+            asked = min(asked, now + 2 * _POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
