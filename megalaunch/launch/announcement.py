@@ -1,7 +1,7 @@
 """Announce a launch: node 0 tells the launchers of the other nodes that it prepares a run, and when the run is ready.
 
-Node 0 answers every connection with one line: the id of the launch, the SHA-256 of spec.yaml once it is written, the
-versions of its software, and its clock. None is secret. The agents authenticate each other later, by the secret in
+Node 0 answers every connection with one line: the id of the launch, the SHA-256 of spec.yaml once it is written, and
+the versions of its software. None is secret. The agents authenticate each other later, by the secret in
 rendezvous.json.
 """
 
@@ -14,19 +14,16 @@ import os
 import re
 import socket
 import threading
-import time
 from dataclasses import astuple, dataclass
 from types import TracebackType
 
 from megalaunch.launch.directory import RunDirectoryError
-from megalaunch.launch.software import Software
 from megalaunch.platform.allocation import NodePlace
+from megalaunch.platform.software import Software
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials, renew_credentials
 
-_LINE = re.compile(
-    r"megalaunch-launch ([0-9a-f]{64}) ([0-9a-f]{64}|-) ([0-9a-f]{12}) (\S{1,40}) (\S{1,40}) (\d+\.\d+)\n"
-)
+_LINE = re.compile(r"megalaunch-launch ([0-9a-f]{64}) ([0-9a-f]{64}|-) ([0-9a-f]{12}) (\S{1,40}) (\S{1,40})\n")
 _MAX_BYTES = 512
 
 
@@ -38,13 +35,11 @@ class Announced:
         launch_id: the id of its launch.
         spec: the SHA-256 of its spec.yaml; None: not written yet.
         software: its versions; None: no answer in time.
-        clock_ahead: seconds by which its clock is ahead of this node's.
     """
 
     launch_id: str
     spec: str | None
     software: Software | None = None
-    clock_ahead: float = 0.0
 
 
 class NotAnnounced(Exception):
@@ -88,7 +83,7 @@ class Announcement:
         self._spec = str(spec_hash(self._directory))
 
     def _line(self) -> bytes:
-        return f"megalaunch-launch {self._launch_id} {self._spec} {self._software} {time.time():.3f}\n".encode()
+        return f"megalaunch-launch {self._launch_id} {self._spec} {self._software}\n".encode()
 
     def _answer(self) -> None:
         while True:
@@ -126,7 +121,6 @@ def read_announcement(place: NodePlace, timeout: float) -> Announced:
         OSError: no connection or no answer.
         NotAnnounced: the answer is not that of a launcher.
     """
-    asked = time.time()
     with socket.create_connection((place.first_node, place.port), timeout) as connection:
         text = b""
         while len(text) < _MAX_BYTES and not text.endswith(b"\n") and (block := connection.recv(_MAX_BYTES)):
@@ -134,8 +128,7 @@ def read_announcement(place: NodePlace, timeout: float) -> Announced:
     match = _LINE.fullmatch(text.decode("ascii", errors="replace"))
     if match is None:
         raise NotAnnounced
-    ahead = float(match[6]) - (asked + time.time()) / 2
-    return Announced(match[1], None if match[2] == "-" else match[2], Software(match[3], match[4], match[5]), ahead)
+    return Announced(match[1], None if match[2] == "-" else match[2], Software(match[3], match[4], match[5]))
 
 
 def launch_id(directory: RunDirectory) -> str | None:

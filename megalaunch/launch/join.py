@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megalaunch.launch.announcement import Announced, NotAnnounced, launch_id, read_announcement, spec_hash
-from megalaunch.launch.software import Software
 from megalaunch.platform.allocation import NodePlace
+from megalaunch.platform.software import Software
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
-
-_CLOCK_SECONDS = 5.0  # difference of clocks that is worth a line; nothing but times in logs depends on it
 
 
 class JoinError(Exception):
@@ -58,11 +56,6 @@ def wait_for_launch(
             raise _not_shared(directory, place)
         announced = _first_answer(place, say, limits)  # that launch has ended, and its node 0 starts again
     _require_same_software(announced, place)
-    if abs(announced.clock_ahead) > _CLOCK_SECONDS:
-        ahead = f"{abs(announced.clock_ahead):,.0f} s {'behind' if announced.clock_ahead > 0 else 'ahead of'}"
-        say(
-            f"the clock of node {place.rank} ({socket.gethostname()}) is {ahead} node 0's: times in logs differ by that"
-        )
     while announced.spec is None:
         time.sleep(limits.poll)
         announced = _next_answer(place, announced.launch_id, limits)
@@ -75,7 +68,8 @@ def _require_same_software(announced: Announced, place: NodePlace) -> None:
     differences = Software.of_this_node().differences(announced.software) if announced.software else []
     if differences:
         node = f"node {place.rank} ({socket.gethostname()})"
-        raise JoinError(f"{node} has other software: {'; '.join(differences)}; install the same on all nodes")
+        shown = "; ".join(f"{name} is {mine} here, {theirs} on node 0" for name, mine, theirs in differences)
+        raise JoinError(f"{node} has other software: {shown}; install the same on all nodes")
 
 
 def _first_answer(place: NodePlace, say: Callable[[str], None], limits: Limits) -> Announced:

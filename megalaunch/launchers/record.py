@@ -23,6 +23,8 @@ class JobRecord:
         started: start of the process `id`, in clock ticks since boot; 0: `id` is not a process.
         output: the file with the output of the job's commands.
         options: of the scheduler's client, such as the name of the cluster that has the job.
+        tasks: number of independent tasks; 0: the job is one command on its nodes.
+        final: the job that runs after all tasks.
     """
 
     launcher: str
@@ -34,6 +36,13 @@ class JobRecord:
     output: str
     started: int = 0
     options: tuple[str, ...] = ()
+    tasks: int = 0
+    final: int | str = 0
+
+    @property
+    def is_task_set(self) -> bool:
+        """Whether the job is a set of independent tasks, or what is left of one."""
+        return bool(self.tasks or self.final)
 
 
 def write_record(path: Path, record: JobRecord) -> None:

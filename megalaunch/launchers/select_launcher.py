@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megalaunch.launchers.launcher import Launcher, LauncherError
+from megalaunch.launchers.tasks import TaskRunner, TaskScheduler
+from megalaunch.schema.launcher import LauncherSpec
 
 
 def select_launcher(name: str) -> Launcher:
@@ -28,3 +30,37 @@ def select_launcher(name: str) -> Launcher:
 
         return RayLauncher()
     raise LauncherError(f"there is no launcher {name!r} for other machines")
+
+
+def select_task_launcher(settings: LauncherSpec) -> TaskRunner | TaskScheduler:
+    """Return what runs or submits independent tasks for `launcher.name`.
+
+    Raises:
+        LauncherError: no launcher has this name, or it has no place for tasks.
+    """
+    name = settings.name
+    if name == "local":
+        from megalaunch.launchers.local_tasks import LocalTasks
+
+        return LocalTasks()
+    if name == "slurm":
+        from megalaunch.launchers.slurm.tasks import SlurmTasks
+
+        return SlurmTasks()
+    if name == "ssh":
+        if not settings.ssh.hosts:
+            raise LauncherError("launcher.ssh.hosts has no hosts", "give them: launcher.ssh.hosts=[node0,node1]")
+        from megalaunch.launchers.ssh.tasks import SshTasks
+
+        return SshTasks()
+    if name == "ray":
+        from megalaunch.launchers.ray.tasks import RayTasks
+
+        return RayTasks()
+    if name == "kubernetes":
+        from megalaunch.launchers.kubernetes.manifest import require_image
+        from megalaunch.launchers.kubernetes.tasks import KubernetesTasks
+
+        require_image(settings.kubernetes)
+        return KubernetesTasks()
+    raise LauncherError(f"there is no launcher {name!r} for independent tasks")

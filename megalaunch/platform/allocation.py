@@ -1,4 +1,4 @@
-"""Read the nodes that a scheduler gave this process, from variables of Slurm, Kubernetes or torchrun."""
+"""Read the nodes that a scheduler gave this process, from variables of Slurm, Kubernetes, SkyPilot or torchrun."""
 
 from __future__ import annotations
 
@@ -57,11 +57,7 @@ def find_allocation(environ: Mapping[str, str], host_name: Callable[[], str] = s
     Args:
         host_name: returns the full name of this host.
     """
-    torchrun = _torchrun(environ)
-    if torchrun is not None:
-        return torchrun
-    kubernetes = _kubernetes(environ, host_name)
-    return _slurm(environ) if kubernetes is None else kubernetes
+    return _torchrun(environ) or _skypilot(environ) or _kubernetes(environ, host_name) or _slurm(environ)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Allocation | None:
@@ -72,6 +68,15 @@ def _torchrun(environ: Mapping[str, str]) -> Allocation | None:
         return Allocation("torchrun job", world // local, local, place)
     nodes = _count(environ, "GROUP_WORLD_SIZE") or _count(environ, "NNODES")
     return None if nodes is None or place is None else Allocation("torchrun job", nodes, local, place)
+
+
+def _skypilot(environ: Mapping[str, str]) -> Allocation | None:
+    """Read what SkyPilot sets for the `run` commands of a task, which start on every node."""
+    nodes, addresses = _count(environ, "SKYPILOT_NUM_NODES"), environ.get("SKYPILOT_NODE_IPS", "").split()
+    if nodes is None or not addresses:
+        return None
+    place = _place(environ, _first_rank(environ, "SKYPILOT_NODE_RANK"), lambda: addresses[0])
+    return Allocation("SkyPilot task", nodes, _count(environ, "SKYPILOT_NUM_GPUS_PER_NODE"), place)
 
 
 def _kubernetes(environ: Mapping[str, str], host_name: Callable[[], str]) -> Allocation | None:

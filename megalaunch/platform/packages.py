@@ -83,6 +83,7 @@ OPTIONAL = (
     Package("tensorboard", "trackers", "logging.trackers=[tensorboard]"),
     Package("wandb", "trackers", "logging.trackers=[wandb]"),
     Package("mlflow-skinny", "trackers", "logging.trackers=[mlflow]"),
+    Package("opentelemetry-exporter-otlp-proto-http", "trackers", "logging.trackers=[opentelemetry]"),
     Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", only_gpu=True),
     DEEP_EP,
     TRANSFORMER_ENGINE,

@@ -22,6 +22,11 @@ class LauncherSpec:
         "in pods of Kubernetes, or on the nodes of a Ray cluster; inside an allocation always on its nodes.",
     )
     python: str | None = setting(None, "Python of the nodes; null: the path of this one, or `python3` in a container.")
+    preflight: bool = setting(
+        True,
+        "Check the nodes of a run on several before the first step: software, network, clocks, devices, disks, and "
+        "that they share the run directory.",
+    )
     max_restarts: int = setting(3, "Restarts in a row after failures; each new checkpoint resets the count.", minimum=0)
     restart_backoff: float = setting(
         5.0,

@@ -14,8 +14,6 @@ from training import train_tiny, training
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
-pytestmark = pytest.mark.serial
-
 NOTHING_BETWEEN = ("train.validation_interval=0", "checkpoint.interval=0")
 
 

@@ -16,7 +16,7 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.timed
 
 TIMEOUT = 12
 OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")

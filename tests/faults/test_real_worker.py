@@ -21,8 +21,6 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
-pytestmark = pytest.mark.serial
-
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 STEPS = 60  # two seconds of steps: time enough to strike in the middle
 
@@ -67,6 +65,7 @@ def kill_rank_at(directory: RunDirectory, rank: int, step: int) -> int:
     return pid
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("rank", "step"),
     [pytest.param(0, 3, id="before_the_first_checkpoint", marks=pytest.mark.slow), pytest.param(1, 14, id="after_one")],
@@ -83,6 +82,7 @@ def test_a_killed_worker(tmp_path, shared, undisturbed, rank, step):
     assert_same_run(directory, undisturbed)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
@@ -104,6 +104,7 @@ def test_a_stop_then_the_same_command(tmp_path, shared, undisturbed, number, cod
     assert_same_run(directory, undisturbed)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed):
     directory = RunDirectory(tmp_path / "run")
@@ -121,6 +122,7 @@ def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed
     assert_same_run(directory, undisturbed)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_stopped_process_is_found_in_15_seconds_without_a_setting(tmp_path, shared):
     directory = RunDirectory(tmp_path / "run")
@@ -218,6 +220,7 @@ def _kill_launchers(folder: Path, shared: Path, times: int, seed: int) -> list[s
     return moments
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(tmp_path, shared):
     _kill_launchers(tmp_path, shared, 3, seed=1)
@@ -231,7 +234,9 @@ def test_nothing_outlives_a_killed_launcher(tmp_path, shared):
     assert steps == list(range(1, last + 1))
 
 
+@pytest.mark.timed
 @pytest.mark.slow
+@pytest.mark.release
 def test_nothing_outlives_a_launcher_killed_twenty_times(tmp_path, shared):
     moments = _kill_launchers(tmp_path, shared, 20, seed=2)
     assert len(set(moments)) > 2, moments

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import keep_credentials
 from megalaunch.schema.spec_file import write_spec
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.timed
 
 LOOPBACK = ("127.0.0.1", "::1")
 
@@ -117,10 +118,11 @@ class Machines:
         self.host = host
         self.agents: list[subprocess.Popen[str]] = []
 
-    def start(self, node: int) -> subprocess.Popen[str]:
-        arguments = [f"--node-rank={node}", f"--first-node={self.host}:{self.port}", "-m", "fake_worker"]
+    def start(self, node: int, directory: RunDirectory | None = None, *more: str) -> subprocess.Popen[str]:
+        spec_file = (directory or self.directory).spec
+        arguments = [f"--node-rank={node}", f"--first-node={self.host}:{self.port}", *more, "-m", "fake_worker"]
         agent = subprocess.Popen(
-            [sys.executable, "-m", "megalaunch.engine.agent", *arguments, str(self.directory.spec)],
+            [sys.executable, "-m", "megalaunch.engine.agent", *arguments, str(spec_file)],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "FAKE_STEP_SECONDS": "0.1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -158,9 +160,10 @@ def strange_messages(port: int, host: str) -> None:
 
 
 @pytest.mark.slow
-def test_strangers_reach_no_store_and_a_lost_machine_ends_the_run(machines):
+@pytest.mark.parametrize("more", [(), ("--max-restarts=0",)], ids=["", "restarted by the launcher"])
+def test_strangers_reach_no_store_and_a_lost_machine_ends_the_run(machines, more):
     dist = pytest.importorskip("torch.distributed")
-    first, second = machines.start(0), machines.start(1)
+    first, second = (machines.start(node, None, *more) for node in (0, 1))
     wait_until(lambda: len(steps_of(machines.directory)) > 3, 90)
     for agent in (first, second):
         for address, port in listeners(below(agent)):
@@ -182,3 +185,20 @@ def test_strangers_reach_no_store_and_a_lost_machine_ends_the_run(machines):
     outcome = read_outcome(machines.directory.outcome)
     assert (outcome.exit_code, outcome.reason) == (5, sentence)
     assert running(workers) == []
+
+
+@pytest.mark.slow
+def test_a_machine_with_a_copy_of_the_run_directory_is_refused_before_any_worker(machines, tmp_path):
+    copy = RunDirectory(shutil.copytree(machines.directory.root, tmp_path / "copy"))
+    agents = [machines.start(0), machines.start(1, copy)]
+    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
+    reason = (
+        f"1 of 2 nodes failed the preflight: node 1 ({socket.gethostname()}): {copy.root} there is not node 0's: all "
+        "nodes must share the run directory; set run.directory to a path on a shared file system"
+    )
+    assert all(output.endswith(f"megalaunch: {reason}\n") for output in outputs)  # one may have waited for the other
+    assert [agent.returncode for agent in agents] == [2, 2]
+    outcome = read_outcome(machines.directory.outcome)
+    assert (outcome.exit_code, outcome.reason) == (2, reason)
+    assert worker_pids(machines.directory) == []
+    assert list(machines.directory.root.glob(".preflight*")) == []

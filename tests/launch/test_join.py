@@ -12,8 +12,8 @@ import pytest
 from megalaunch.launch.announcement import Announcement, read_announcement
 from megalaunch.launch.directory import RunDirectoryError
 from megalaunch.launch.join import JoinError, Limits, wait_for_launch
-from megalaunch.launch.software import Software
 from megalaunch.platform.allocation import NodePlace
+from megalaunch.platform.software import Software
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import read_credentials
 
@@ -163,17 +163,3 @@ def test_a_node_with_other_software_is_refused_with_every_difference(directory, 
     code = f"the code of megalaunch is 0123456789ab here, {first.code} on node 0"
     assert f"has other software: {code}; torch is 2.12.0 here, {first.torch} on node 0; install" in str(error.value)
     assert error.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("ahead", "said"), [(3600.0, "is 3,600 s behind node 0's"), (-7.0, "is 7 s ahead of node 0's")]
-)
-def test_clocks_that_differ_are_a_warning(directory, place, monkeypatch, ahead, said):
-    real = time.time
-    here = threading.main_thread()  # another thread answers for node 0
-    monkeypatch.setattr(time, "time", lambda: real() + (0.0 if threading.current_thread() is here else ahead))
-    with Announcement(place, directory) as announcement:
-        directory.spec.write_text("spec")
-        announcement.run_is_ready()
-        (line,) = wait(directory, place)
-    assert said in line

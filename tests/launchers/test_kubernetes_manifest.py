@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,11 @@ import pytest
 import yaml
 from mini_kubelet import _expanded
 
+from megalaunch.launchers.kubernetes import pod_task
 from megalaunch.launchers.kubernetes.manifest import manifest, manifest_text, object_name
+from megalaunch.launchers.kubernetes.tasks import KubernetesTasks
 from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.launchers.tasks import TaskSet
 from megalaunch.schema.kubernetes import KubernetesSpec
 from megalaunch.schema.launcher import LauncherSpec
 
@@ -118,6 +123,55 @@ def test_a_trainjob_leaves_the_rendezvous_to_its_runtime():
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert [variable["name"] for variable in trainer["env"]] == ["NCCL_DEBUG", "GREETING", "HF_TOKEN"]
     assert trainjob["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+
+
+def tasks_of(numbers=(0, 2, 5), **kubernetes):
+    settings = job_of(**kubernetes).settings
+    where, words = (Path("/data/out_job"), Path("/data")), ("TASK_NUMBER", "it's $HOME.jsonl")
+    return TaskSet(
+        "shards",
+        ("preprocess", "--shard"),
+        words,
+        numbers,
+        ("preprocess", "a b"),
+        *where,
+        settings,
+        8,
+        "nvidia.com/gpu",
+    )
+
+
+def test_tasks_are_pods_of_an_indexed_job():
+    text = KubernetesTasks().manifest(tasks_of(**{**FULL, "kind": "jobset"}))
+    assert text.endswith("# here, after all tasks\n# megalaunch preprocess 'a b'\n")
+    (job,) = yaml.safe_load_all(text)
+    spec, training = job["spec"], manifest(job_of(**FULL), "llama-1")[-1]["spec"]
+    assert (job["kind"], spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Job", "Indexed", 3, 3)
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], "backoffLimit" in spec) == (1, 0, False)
+    pods, others = spec["template"]["spec"], training["template"]["spec"]
+    assert "subdomain" not in pods
+    for key in ("volumes", "tolerations", "serviceAccountName", "restartPolicy", "terminationGracePeriodSeconds"):
+        assert pods[key] == others[key]
+    assert spec["podFailurePolicy"] == training["podFailurePolicy"]
+    (container,), (other,) = pods["containers"], others["containers"]
+    for key in ("image", "workingDir", "volumeMounts", "resources"):
+        assert container[key] == other[key]
+    assert container["env"] == [{"name": "NNODES", "value": "1"}, *other["env"][1:]]
+    pytest.importorskip("kubernetes_validate").validate(job, "1.34", strict=True)
+
+
+@pytest.mark.parametrize(("index", "number"), [(0, "0"), (1, "2"), (2, "5")])
+def test_the_index_of_a_pod_is_the_number_of_its_task(monkeypatch, index, number):
+    (job,) = yaml.safe_load_all(KubernetesTasks().manifest(tasks_of()))
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[:3] == ["python3", "-m", pod_task.MODULE]
+    became = []
+    monkeypatch.setattr(os, "execv", lambda path, words: became.append(words))
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+    pod_task.main([_expanded(word, {}) for word in command[3:]])
+    own = ["preprocess", "--shard", number, "TASK_NUMBER", "it's $HOME.jsonl"]
+    assert became == [[sys.executable, "-m", "megalaunch", *own]]
+    assert "JOB_COMPLETION_INDEX" not in os.environ  # it would be the rank of a node
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])

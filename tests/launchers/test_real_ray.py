@@ -37,7 +37,7 @@ def cluster():
 
 
 @pytest.mark.slow
-@pytest.mark.serial
+@pytest.mark.timed
 def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(cluster, tmp_path):
     run = RunDirectory(tmp_path / "run")
     overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *LENGTH)
@@ -59,7 +59,7 @@ def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(c
 
 
 @pytest.mark.slow
-@pytest.mark.serial
+@pytest.mark.timed
 def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
     run = RunDirectory(tmp_path / "run")
     overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", "train.steps=2000")
@@ -78,7 +78,7 @@ def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.serial
+@pytest.mark.timed
 def test_what_the_cluster_has_not_is_named(cluster, tmp_path):
     more = ("cluster.nodes=3", "batch.global_batch_size=6", "launcher.ray.placement_timeout=2")
     overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *more)

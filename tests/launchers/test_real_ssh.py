@@ -16,7 +16,7 @@ from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.timed
 SLOW = pytest.mark.slow
 
 _REMOTE = "megalaunch.launchers.attached.remote_agent"
@@ -44,7 +44,8 @@ def restarts_of(run):
 @pytest.mark.slow
 def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(hosts, tmp_path):
     run = RunDirectory(tmp_path / "run/run")
-    with started(tmp_path, *overrides_of(tmp_path, *hosts, "launcher.max_restarts=2")) as train:
+    three = "launcher.ssh.hosts=[node0,node1,spare]"
+    with started(tmp_path, *overrides_of(tmp_path, *hosts, three, "launcher.max_restarts=2")) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 12, 120)
         code, output = call(tmp_path, "status", str(run.root))
         assert (code, "RUNNING (held by process" in output) == (0, True), output
@@ -59,9 +60,21 @@ def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(h
     assert train.returncode == 0, output
     assert restarts_of(run) == ["node 1 (node1) ended with exit code 5", "node 0 (node0) was lost"]
     assert "restart 2" in output
+    assert "node 0 moves from node0 to the spare host spare\n" in output
+    assert "RUNNING (on spare,node1, restart 2)" in output
     assert call(tmp_path, "train", *overrides_of(tmp_path, "cluster.devices_per_node=2", name="local"))[0] == 0
     assert len(losses_of(run)) == STEPS
     assert losses_of(run) == losses_of(RunDirectory(tmp_path / "local/run"))
+
+
+@pytest.mark.slow
+def test_a_spare_host_trains_in_place_of_one_that_failed_the_preflight(hosts, tmp_path):
+    overrides = overrides_of(tmp_path, *hosts, "launcher.ssh.hosts=[node0,no_interface,node1]", "train.steps=3")
+    code, output = call(tmp_path, "train", *overrides)
+    assert code == 0, output
+    assert "node 1 moves from no_interface to the spare host node1\n" in output
+    assert "restart 1: 1 of 2 nodes failed the preflight: node 1" in output
+    assert "finished all 3 steps" in output
 
 
 def _rank_of(pid):

@@ -247,5 +247,80 @@ def test_a_start_waits_until_the_lease_of_a_host_that_does_not_answer_is_over(ss
     silent = playing_hosts(5).rpartition(";")[0]
     ssh(f'case "$*" in *" b "*) {silent}; exec sleep 30;; esac; {playing_hosts(5)}')
     assert train(tmp_path, "launcher.max_restarts=1").exit_code == 5
-    told = [json.loads(line) for line in (RunDirectory(tmp_path / "run").events).read_text().splitlines()]
+    run = RunDirectory(tmp_path / "run")
+    told = [json.loads(line) for line in run.events.read_text().splitlines()]
     assert [event["pause_seconds"] for event in told if event["event"] == "restart"] == [0.3]
+
+
+_THREE = "launcher.ssh.hosts=[me@a,b,c]"
+_UNREACHED = "echo connect to host: No route to host >&2; exit 255"
+
+
+def moves_of(run):
+    """Which nodes moved to which hosts, and why."""
+    events = run.events.read_text().splitlines() if run.events.exists() else []
+    told = [json.loads(line) for line in events]
+    return [event["message"] for event in told if event["event"] == "note"]
+
+
+def on_host(host, action, others):
+    """What ssh does on one host, and on the others."""
+    return f'case "$*" in *" {host} "*) {action};; *) {others};; esac'
+
+
+def test_a_spare_host_takes_the_place_of_one_that_is_not_reached(ssh, tmp_path):
+    ssh(on_host("b", _UNREACHED, playing_hosts(3)))
+    done = train(tmp_path, _THREE)
+    run = RunDirectory(tmp_path / "run")
+    reason = "node 1 (b) is not reached: connect to host: No route to host"
+    assert moves_of(run) == ["node 1 moves from b to the spare host c", f"it could not start: {reason}"]
+    assert "FAILED (node 0 (me@a) ended with exit code 3, on me@a,c)" in done.stderr
+
+
+@pytest.mark.parametrize(("hosts", "address"), [("[me@a,b]", ""), ("[me@a,b,c]", "launcher.ssh.master_addr=a")])
+def test_without_a_host_that_fits_the_node_is_named(ssh, tmp_path, hosts, address):
+    ssh(on_host("me@a" if address else "b", _UNREACHED, playing_hosts(3)))
+    done = train(tmp_path, f"launcher.ssh.hosts={hosts}", *filter(None, [address]))
+    assert done.exit_code == 2
+    assert "is not reached: connect to host: No route to host\nfix:  " in done.stderr
+    assert moves_of(RunDirectory(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize(("hosts", "exit_code", "attempts"), [("[me@a,b,c]", 5, 1), ("[me@a,b]", 2, 0)])
+def test_a_spare_host_takes_the_place_of_one_that_failed_the_preflight(ssh, tmp_path, hosts, exit_code, attempts):
+    run = RunDirectory(tmp_path / "run")
+    reason = "1 of 2 nodes failed the preflight: node 1 (b): its disk is full"
+    outcome = json.dumps({"exit_code": 2, "reason": reason, "step": 0, "details": {"failed_nodes": [1]}})
+    first, second = (playing_hosts(code) for code in (2, 3))
+    first = first.replace('; echo \'{"exit"', f"; echo '{outcome}' > {run.outcome}; echo '{{\"exit\"")
+    marking = first.replace("read order", "read order; touch marker")
+    ssh(f"if test -e marker; then {second}; else {on_host('b', marking, first)}; fi")
+    done = train(tmp_path, f"launcher.ssh.hosts={hosts}")
+    assert done.exit_code == exit_code
+    assert moves_of(run) == ["node 1 moves from b to the spare host c"] * attempts
+    told = [json.loads(line) for line in run.events.read_text().splitlines()] if attempts else []
+    assert [event["reason"] for event in told if event["event"] == "restart"] == [reason] * attempts
+
+
+def test_a_dry_run_names_the_spare_hosts(ssh, tmp_path):
+    assert train(tmp_path, _THREE, "--dry-run").stdout.endswith("\n# spare hosts: c\n")
+
+
+@pytest.mark.parametrize(("hosts", "moves"), [("[me@a,b,c]", 1), ("[me@a,b]", 0)])
+def test_a_spare_host_takes_the_place_of_a_straggler(ssh, tmp_path, hosts, moves):
+    run = RunDirectory(tmp_path / "run")
+    slow = json.dumps({"time": 1.0, "event": "straggler", "step": 60, "cause": "compute", "ranks": [1], "nodes": [1]})
+    greet, order, started, _ = playing_hosts(0).split("; ")
+    stopped = 'while read line; do test "$line" = stop && break; done; echo \'{"exit": 75}\''
+    first = f"{greet}; {order}; touch marker; {started}; echo '{slow}' >> {run.events}; {stopped}"
+    ssh(f"if test -e marker; then {playing_hosts(5)}; else {first}; fi")
+    more = ("launcher.ssh.replace_stragglers=true", "train.straggler_interval=20", "launcher.max_restarts=1")
+    if moves:
+        done = train(tmp_path, f"launcher.ssh.hosts={hosts}", *more)
+        assert moves_of(run) == ["node 1 moves from b to the spare host c"]
+        told = [json.loads(line) for line in run.events.read_text().splitlines()]
+        assert "node 1 (b) computed slower than the others" in [event.get("reason") for event in told]
+    else:
+        done = train(tmp_path, f"launcher.ssh.hosts={hosts}", *more)
+        assert done.exit_code == 2
+        assert "launcher.ssh.hosts has no spare host: 2 for 2" in done.stderr

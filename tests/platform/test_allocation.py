@@ -20,6 +20,12 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PET_NNODES": "2", "PET_NPROC_PER_
 KUBEFLOW = {**POD, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "run-0.run", "PET_MASTER_PORT": "29500"}
 INDEXED = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 TORCHRUN = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "5000"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+}
 FIRST = NodePlace(1, "run-0.run", appears_late=True)
 
 
@@ -50,6 +56,12 @@ FIRST = NodePlace(1, "run-0.run", appears_late=True)
             {"NODE_RANK": "0", "NNODES": "3", "MASTER_ADDR": "a"},
             Allocation("torchrun job", 3, None, NodePlace(0, "a")),
         ),
+        (SKYPILOT, Allocation("SkyPilot task", 2, 8, NodePlace(1, "10.0.0.7"))),
+        (
+            {**SKYPILOT, "KUBERNETES_SERVICE_HOST": "10.0.0.1", "SKYPILOT_NUM_GPUS_PER_NODE": "0"},
+            Allocation("SkyPilot task", 2, None, NodePlace(1, "10.0.0.7")),
+        ),
+        ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}, None),  # the setup of a task
         ({"WORLD_SIZE": "8"}, None),  # not of a scheduler that this module knows
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,11 +25,13 @@ def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]
 
 
 @contextmanager
-def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """`megalaunch train` in a process of its own; on leaving, nothing of it is left."""
-    process = subprocess.Popen(
-        [*MEGALAUNCH, "train", *overrides], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def started(folder: Path, *overrides: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """`megalaunch train` in a process of its own; on leaving, nothing of it is left.
+
+    `inside` begins the command line, such as with the namespace that it runs in.
+    """
+    command = [*inside, *MEGALAUNCH, "train", *overrides]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:

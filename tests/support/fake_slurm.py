@@ -14,7 +14,8 @@ with open(os.path.join(folder, "calls.jsonl"), "a") as calls:
     print(json.dumps([name, *sys.argv[1:]]), file=calls)
 with open(os.path.join(folder, "answers.json")) as file:
     answers = json.load(file)
-key = next((key for key in answers if " ".join([name, *sys.argv[1:]]).startswith(key)), None)
+fits = [key for key in answers if " ".join([name, *sys.argv[1:]]).startswith(key)]
+key = max(fits, key=len, default=None)
 if key is None:
     sys.exit(name + ": error: no answer")
 code, out, err = answers[key]

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class MiniKubelet:
         self.kind, _, self._object = name.partition("/")
         self.pods: dict[int, _Pod] = {}
         self.started: list[str] = []
-        self.failures = 0
+        self.failures: Counter[int] = Counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -91,7 +92,7 @@ class MiniKubelet:
                 for pod in self.pods.values():
                     pod.process.terminate()
                 for pod in self.pods.values():
-                    pod.process.wait()
+                    self._tell_end(pod, pod.process.wait())
                 return
             if not found.get("status", {}).get("conditions"):
                 self._reconcile(found)
@@ -105,7 +106,9 @@ class MiniKubelet:
         for index in range(job["completions"]):
             if index not in self.pods:
                 self._start(job, index)
-            elif ended[index] not in (None, 0) and not self._failed(found, job, index, int(ended[index])):
+            elif ended[index] == 0:
+                self._tell_end(self.pods[index], 0)
+            elif ended[index] is not None and not self._failed(found, job, index, int(ended[index])):
                 return
         if len(ended) == job["completions"] and all(code == 0 for code in ended.values()):
             self._finish(found, "Complete" if self.kind == "job" else "Completed")
@@ -128,9 +131,13 @@ class MiniKubelet:
             if not any(re.search(pattern, message) for pattern in patterns):
                 self._finish(found, "Failed", message)
                 return False
-        self.failures += counted
-        limit = job["backoffLimit"] if self.kind == "job" else found["spec"]["failurePolicy"]["maxRestarts"]
-        if counted and self.failures > limit:
+        self.failures[index] += counted
+        failures, limit = self.failures.total(), job.get("backoffLimit")
+        if "backoffLimitPerIndex" in job:
+            failures, limit = self.failures[index], job["backoffLimitPerIndex"]
+        elif self.kind == "jobset":
+            limit = found["spec"]["failurePolicy"]["maxRestarts"]
+        if counted and failures > limit:
             self._finish(found, "Failed", "BackoffLimitExceeded")
             return False
         if self.kind == "job":
@@ -193,12 +200,14 @@ class MiniKubelet:
             },
         )
 
+    def _tell_end(self, pod: _Pod, code: int) -> None:
+        self._tell(pod, "Failed" if code else "Succeeded", 128 - code if code < 0 else code)
+
     def _finish(self, found: dict[str, Any], condition: str, message: str = "") -> None:
         for pod in self.pods.values():
             if pod.process.poll() is None:
                 pod.process.terminate()
-            code = pod.process.wait()
-            self._tell(pod, "Failed" if code else "Succeeded", code)
+            self._tell_end(pod, pod.process.wait())
         found["status"] = {"conditions": [{"type": condition, "status": "True", "message": message}]}
         self._cluster.write(self._name, found)
 

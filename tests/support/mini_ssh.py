@@ -1,4 +1,4 @@
-"""Two hosts by ssh on this machine: one sshd of Debian's package on two loopback addresses, with keys of its own."""
+"""Hosts by ssh on this machine: one sshd of Debian's package on three loopback addresses, with keys of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _SERVER = """\
 Port {port}
 ListenAddress 127.0.0.1
 ListenAddress 127.0.0.2
+ListenAddress 127.0.0.4
+AcceptEnv GLOO_SOCKET_IFNAME
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/user_key.pub
 PidFile {folder}/pid
@@ -33,6 +35,11 @@ Host node0
   HostName 127.0.0.1
 Host node1
   HostName 127.0.0.2
+Host spare
+  HostName 127.0.0.4
+Host no_interface
+  HostName 127.0.0.4
+  SetEnv GLOO_SOCKET_IFNAME=absent0
 Host closed
   HostName 127.0.0.3
 Host stranger
@@ -53,6 +60,8 @@ Host *
 def mini_ssh(folder: Path) -> Iterator[tuple[str, ...]]:
     """Start the server; yield the overrides of a run on `node0` and `node1`. Nothing of it is left.
 
+    `spare` is another host; on `no_interface` the preflight fails.
+
     The test is skipped where there is no sshd, or this user may not run it.
     """
     server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
@@ -65,7 +74,7 @@ def mini_ssh(folder: Path) -> Iterator[tuple[str, ...]]:
     config = folder / "client"
     config.write_text(_CLIENT.format(folder=folder, port=port))
     key = (folder / "host_key.pub").read_text()
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port},[127.0.0.2]:{port},stranger {key}")
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port},[127.0.0.2]:{port},[127.0.0.4]:{port},stranger {key}")
     Path("/run/sshd").mkdir(exist_ok=True)
     daemon = subprocess.Popen([server, "-D", "-f", str(folder / "server"), "-E", str(folder / "log")])
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import hashlib
 import logging
 import os
@@ -25,12 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
-from megalaunch.engine.agent.member import Endpoint, NodeLost, RendezvousProblem, log
+from megalaunch.engine.agent.local_checks import local_problems
+from megalaunch.engine.agent.member import Endpoint, NodeLost, PreflightFailed, RendezvousProblem
+from megalaunch.engine.agent.output import log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
 from megalaunch.engine.torch_private import make_elastic_agent
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.outcome import Outcome, read_outcome, write_outcome
+from megalaunch.rundir.outcome import FAILED_NODES, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
 from megalaunch.schema import RunSpec
@@ -107,6 +110,8 @@ class _NodeAgent:
         )
         try:
             result = self._agent.run()
+            if result.is_failed():  # without restarts, workers ended after a lost node are the agent's result
+                rendezvous.raise_if_node_lost()
         finally:
             rendezvous.shutdown()
         if result.is_failed():
@@ -133,8 +138,17 @@ class _NodeAgent:
         except CredentialsError as error:
             raise RendezvousProblem(str(error)) from None
         fingerprint = hashlib.sha256(node.spec_file.read_bytes()).hexdigest()
+        root = self._directory.root
         return MultiNodeRendezvous(
-            node.rank, nodes, node.endpoint, credentials, fingerprint, timeout, self._end_workers
+            node.rank,
+            nodes,
+            node.endpoint,
+            credentials,
+            fingerprint,
+            timeout,
+            self._end_workers,
+            root if self._spec.launcher.preflight else None,
+            functools.partial(local_problems, self._spec, root),
         )
 
     def _end_workers(self) -> None:
@@ -153,7 +167,8 @@ def _conclude(directory: RunDirectory, node: Node, problem: RendezvousProblem) -
         return  # an error of this node alone does not end the run of node 0
     if read_outcome(directory.outcome) is None:
         with contextlib.suppress(OSError):
-            write_outcome(directory.outcome, Outcome(int(problem.exit_code), str(problem), 0))
+            details = {FAILED_NODES: problem.nodes} if isinstance(problem, PreflightFailed) else {}
+            write_outcome(directory.outcome, Outcome(int(problem.exit_code), str(problem), 0, details))
             record_event(directory, "outcome", exit_code=int(problem.exit_code), reason=str(problem))
 
 

@@ -7,15 +7,17 @@ import contextlib
 import errno
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megalaunch.engine.agent.channel import Connection, PeerError, connect, join_streams
 from megalaunch.engine.agent.coordinator import BEAT_SECONDS, SILENT_SECONDS, Coordinator
+from megalaunch.engine.agent.inspection import Inspection
+from megalaunch.engine.agent.output import log
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.rendezvous import Credentials
 
@@ -32,6 +34,18 @@ class RendezvousProblem(Exception):
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.CONFIGURATION) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+class PreflightFailed(RendezvousProblem):
+    """Nodes failed the preflight.
+
+    Attributes:
+        nodes: their ranks.
+    """
+
+    def __init__(self, message: str, nodes: Sequence[int]) -> None:
+        super().__init__(message)
+        self.nodes = list(nodes)
 
 
 class NodeLost(RendezvousProblem):
@@ -74,13 +88,20 @@ class Member:
         endpoint: Address of node 0.
         credentials: The run's shared secret.
         failed: Called on the event loop's thread when the run cannot continue.
+        inspection: This node's checks before the first round; None: there are none.
     """
 
     def __init__(
-        self, node: int, nodes: int, endpoint: Endpoint, credentials: Credentials, failed: Callable[[], None]
+        self,
+        node: int,
+        nodes: int,
+        endpoint: Endpoint,
+        credentials: Credentials,
+        failed: Callable[[], None],
+        inspection: Inspection | None = None,
     ) -> None:
         self._node, self._nodes, self._endpoint = node, nodes, endpoint
-        self._credentials, self._failed = credentials, failed
+        self._credentials, self._failed, self._inspection = credentials, failed, inspection
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._problem: RendezvousProblem | None = None
@@ -95,7 +116,10 @@ class Member:
         """Connect to node 0 and start sending heartbeats; raises RendezvousProblem."""
         self._connection = connection = await self._reach()
         self.address = connection.writer.get_extra_info("sockname")[0]
-        await connection.send({"node": self._node, "host": socket.gethostname(), "fingerprint": fingerprint})
+        hello = {"node": self._node, "host": socket.gethostname(), "fingerprint": fingerprint}
+        if self._inspection is not None:
+            hello["report"] = (await self._inspection.report(self.address)).to_json()
+        await connection.send(hello)
         self._last_message = time.monotonic()
         self._tasks = [asyncio.ensure_future(self._listen(connection)), asyncio.ensure_future(self._beat(connection))]
 
@@ -143,17 +167,29 @@ class Member:
     def _take(self, message: dict[str, Any]) -> None:
         if "start" in message:
             self._round, self._waiting = int(message["start"]), 0
+            if self._inspection is not None:
+                self._inspection.close()
         elif "waiting" in message:
             self._waiting = int(message["waiting"])
             self._missing = list(message["missing"])
         elif "refused" in message:
             self._fail(RendezvousProblem(f"node 0 refused this node: {message['refused']}"))
+        elif "check" in message and self._inspection is not None:
+            self._tasks.append(asyncio.ensure_future(self._answer(self._inspection, message["check"])))
+        elif "failed" in message:
+            self._fail(PreflightFailed(str(message["failed"]), [int(node) for node in message["nodes"]]))
         elif "over" in message:
             ended = f"the workers of node {message['over']} have ended; those of this node failed"
             self._fail(RendezvousProblem(ended, ExitCode.CRASH))
         elif "lost" in message:
             node = int(message["lost"])
             self._fail(NodeLost(lost_node_message(node, str(message["host"])), 1 if node == 0 else 0))
+
+    async def _answer(self, inspection: Inspection, asked: dict[str, Any]) -> None:
+        answer = await inspection.answer(asked)
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                await self._connection.send({"checked": answer})
 
     async def _beat(self, connection: Connection) -> None:
         while True:
@@ -204,6 +240,11 @@ class Member:
         if self._problem is not None:
             raise self._problem
 
+    def raise_if_node_lost(self) -> None:
+        """Raise NodeLost if another node was lost."""
+        if isinstance(self._problem, NodeLost):
+            raise self._problem
+
     def waiting(self) -> int:
         """Return how many nodes wait for a new round that this node has not joined yet."""
         return self._waiting if self._joined == self._round else 0
@@ -239,9 +280,15 @@ class Member:
 
 
 def open_coordinator(
-    loop: EventLoop, nodes: int, endpoint: Endpoint, credentials: Credentials, fingerprint: str, store_port: int
+    loop: EventLoop,
+    nodes: int,
+    endpoint: Endpoint,
+    credentials: Credentials,
+    fingerprint: str,
+    store_port: int,
+    checked_directory: Path | None = None,
 ) -> Coordinator:
-    """Start the coordinator on node 0's address only; raises RendezvousProblem."""
+    """Start the coordinator on node 0's address only; raises RendezvousProblem. Arguments are those of Coordinator."""
     try:
         address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
@@ -249,7 +296,7 @@ def open_coordinator(
             f"the address of node 0, {endpoint.host}, cannot be resolved on this node ({error.strerror}): use an "
             "address that every node reaches"
         ) from None
-    coordinator = Coordinator(nodes, credentials, fingerprint, store_port)
+    coordinator = Coordinator(nodes, credentials, fingerprint, store_port, checked_directory)
     try:
         loop.call(coordinator.serve(str(address), endpoint.port))
     except OSError as error:
@@ -263,8 +310,3 @@ def open_coordinator(
 def lost_node_message(node: int, host: str) -> str:
     """Return the message about a lost node that the remaining nodes print."""
     return f"node {node} ({host}) is lost: its agent or machine has ended, or its network has failed"
-
-
-def log(line: str) -> None:
-    """Print one line to stderr."""
-    print(f"megalaunch: {line}", file=sys.stderr, flush=True)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from megalaunch.engine.agent.coordinator import Coordinator
+from megalaunch.engine.agent.inspection import Inspection
 from megalaunch.engine.agent.interfaces import interface_of, is_loopback
-from megalaunch.engine.agent.member import Endpoint, EventLoop, Member, log, open_coordinator
+from megalaunch.engine.agent.member import Endpoint, EventLoop, Member, open_coordinator
+from megalaunch.engine.agent.node_report import Problem
+from megalaunch.engine.agent.output import log
 from megalaunch.rundir.environment import ROUND_VARIABLE
 from megalaunch.rundir.rendezvous import Credentials
 
@@ -76,6 +80,9 @@ class LoopbackRendezvous(RendezvousHandler):
         """Return how many nodes wait for the next round; the agent polls it several times a second."""
         return 0
 
+    def raise_if_node_lost(self) -> None:
+        """Raise NodeLost if another node was lost: the workers of this one were ended for that."""
+
     def is_closed(self) -> bool:
         """Return False: a next round is always possible."""
         return False
@@ -99,6 +106,8 @@ class MultiNodeRendezvous(LoopbackRendezvous):
         fingerprint: SHA-256 of spec.yaml, which must be equal on all nodes.
         timeout: Timeout of the store.
         failed: Called on another thread when the run cannot continue.
+        checked_directory: Run directory, with which the nodes are checked before the first round; None: they are not.
+        local_problems: Returns what is wrong with this node, from its address.
     """
 
     def __init__(
@@ -110,16 +119,21 @@ class MultiNodeRendezvous(LoopbackRendezvous):
         fingerprint: str,
         timeout: datetime.timedelta,
         failed: Callable[[], None],
+        checked_directory: Path | None,
+        local_problems: Callable[[str], Sequence[Problem]],
     ) -> None:
         self._node, self._nodes, self._run_id, self._round = node, nodes, credentials.run_id, 0
         self._loop = EventLoop()
         self._coordinator: Coordinator | None = None
-        self._member = Member(node, nodes, endpoint, credentials, failed)
+        inspection = (
+            Inspection(node, checked_directory, credentials.secret, local_problems) if checked_directory else None
+        )
+        self._member = Member(node, nodes, endpoint, credentials, failed, inspection)
         if node == 0:
             self._store = open_store(timeout)
             self._port = self._store.port
             self._coordinator = open_coordinator(
-                self._loop, nodes, endpoint, credentials, fingerprint, self._store.port
+                self._loop, nodes, endpoint, credentials, fingerprint, self._store.port, checked_directory
             )
         self._loop.call(self._member.register(fingerprint))
         if node == 0 and is_loopback(self._member.address):
@@ -136,6 +150,10 @@ class MultiNodeRendezvous(LoopbackRendezvous):
         """Return how many nodes wait for the next round; raises RendezvousProblem if another node is lost."""
         self._member.require_all()
         return self._member.waiting()
+
+    def raise_if_node_lost(self) -> None:
+        """Raise NodeLost if another node was lost: the workers of this one were ended for that."""
+        self._member.raise_if_node_lost()
 
     def shutdown(self) -> bool:
         """Leave the rendezvous. Node 0, whose store the others use, waits for their `bye`."""

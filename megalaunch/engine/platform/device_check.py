@@ -28,6 +28,7 @@ def check_device(platform: Platform) -> Iterator[DeviceCheck]:
         "copies": _copies,
         "streams": _streams,
         "memory": _memory,
+        "graphs": _graphs,
         "autocast dtypes": _autocast_dtypes,
         "random numbers": _random_numbers,
         f"process group {platform.facts.process_group_backend}": _process_group,
@@ -65,6 +66,18 @@ def _memory(platform: Platform, device: torch.device) -> str | None:
     peak = platform.max_memory_allocated(device)
     size = held.numel() * held.element_size()
     return None if peak >= size else f"max_memory_allocated is {peak} bytes while a tensor holds {size}"
+
+
+def _graphs(platform: Platform, device: torch.device) -> str | None:
+    """Capture a sum, and replay it with other numbers in its inputs."""
+    if not platform.captures_graphs:
+        return None
+    given = torch.ones(8, device=device)
+    (given + 1).sum()  # compiles and initializes what the capture would otherwise meet first
+    graph = platform.capture_graph(lambda: (given + 1).sum())
+    given.fill_(2)
+    graph.replay()
+    return None if float(graph.result) == 24.0 else "a replayed graph does not read its inputs anew"
 
 
 def _autocast_dtypes(platform: Platform, device: torch.device) -> str | None:

@@ -23,7 +23,8 @@ class StepReduction:
     """Values reduced over all ranks after the backward pass; `stop` is the signal that any rank received.
 
     `expert_sums` are those of `take_expert_sums`, over all ranks; None for a dense model. `expert_sums_on_host` are the
-    same on the CPU. `mtp_losses` are those of MTP depths.
+    same on the CPU. `mtp_losses` are those of MTP depths. `grad_norm` is the largest of `replica_norms`, the gradient
+    norms of the replicas that train apart (`parallel.outer_steps`); without, the only one.
     """
 
     loss: float
@@ -32,6 +33,7 @@ class StepReduction:
     expert_sums: Tensor | None = None
     mtp_losses: tuple[float, ...] = ()
     expert_sums_on_host: Tensor | None = None
+    replica_norms: tuple[float, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -60,14 +62,16 @@ def total_valid_tokens(
 
 
 def reduce_step_stats(
-    losses: Tensor, squared_norm: Tensor, received: signal.Signals | None, expert_sums: Tensor | None = None
+    losses: Tensor, squared_norms: Tensor, received: signal.Signals | None, expert_sums: Tensor | None = None
 ) -> StepReduction:
     """All-reduce the ranks' losses, squared gradient norms, loads of experts and stop signals, in fp64.
 
-    `losses` are the loss, and then those of MTP depths; `expert_sums` are this rank's, of all layers.
+    `losses` are the loss, and then those of MTP depths; `squared_norms` has one place for each replica that trains
+    apart, and 0 in those of others; `expert_sums` are this rank's, of all layers.
     """
     losses = losses.detach().double().flatten()
-    numbers = torch.cat((losses, squared_norm.to(losses.device).view(1)))
+    squared_norms = squared_norms.to(losses.device).view(-1)
+    numbers = torch.cat((losses, squared_norms))
     shares = torch.cat((numbers, _on_device(_encode_stop_signal(received), torch.float64, losses.device)))
     counted = len(shares)
     if expert_sums is not None:
@@ -75,9 +79,15 @@ def reduce_step_stats(
     dist.all_reduce(shares)
     on_host = shares.cpu()
     total_loss, *others = on_host[:counted].tolist()
-    mtp_losses, (total_square, *votes) = others[: len(losses) - 1], others[len(losses) - 1 :]
+    mtp_losses, rest = others[: len(losses) - 1], others[len(losses) - 1 :]
+    squares, votes = rest[: len(squared_norms)], rest[len(squared_norms) :]
+    norms = tuple(map(math.sqrt, squares))
     reduction = StepReduction(
-        total_loss, math.sqrt(total_square), _decode_stop_signal(votes), mtp_losses=tuple(mtp_losses)
+        total_loss,
+        max(norms) if all(map(math.isfinite, norms)) else sum(norms),
+        _decode_stop_signal(votes),
+        mtp_losses=tuple(mtp_losses),
+        replica_norms=norms,
     )
     if expert_sums is None:
         return reduction

@@ -77,6 +77,7 @@ class StragglerDetector:
             interval = _DEFAULT_INTERVAL if platform_of(mesh.device).has_streams else 0
         self._interval = interval if mesh.topology.world > 1 else 0
         self._threshold, self._mesh = spec.train.straggler_threshold, mesh
+        self._ranks_per_node = int(spec.cluster.devices_per_node)
         self._dtype, self._products = compute_dtype(spec.precision), 0
         self._slow: Counter[tuple[Cause, int]] = Counter()  # checks in a row
         self._elapsed = self._waited = 0.0  # since the last check
@@ -105,7 +106,16 @@ class StragglerDetector:
                     else 1 - max(shares[rank] for rank in named)
                 )
                 places = self._places(named)
-                record.event("straggler", step=step, cause=cause, ranks=named, places=places, speed=round(speed, 3))
+                nodes = sorted({rank // self._ranks_per_node for rank in named})
+                record.event(
+                    "straggler",
+                    step=step,
+                    cause=cause,
+                    ranks=named,
+                    nodes=nodes,
+                    places=places,
+                    speed=round(speed, 3),
+                )
 
     def _time_probe(self) -> float:
         """Time as many matmuls as take 2 ms on most ranks: the same number on all of them."""

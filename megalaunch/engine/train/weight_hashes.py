@@ -20,6 +20,7 @@ from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.optimizer.outer_optimizer import is_of_one_replica
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.checkpointer import state_tensors
 from megalaunch.engine.train.rank_sync import all_gather_objects
@@ -108,10 +109,15 @@ class WeightHashes:
     def _replicated_tensors(self) -> dict[tuple[DeviceMesh, int], dict[str, Tensor]]:
         """Return this rank's shards of replicated tensors by mesh and replicated axis, in the same order on all."""
         found: dict[tuple[DeviceMesh, int], dict[str, Tensor]] = {}
+        apart = self._optimizer.outer is not None
+        world = self._mesh.world_mesh
         for name, tensor in state_tensors(self._model, self._optimizer).items():
+            shard = to_local_no_grad(tensor)
+            if apart and not is_of_one_replica(name) and shard.numel():  # replicas have meshes of their own
+                axis = (world.mesh_dim_names or ()).index("dp_replicate")
+                found.setdefault((world, axis), {})[name] = shard
             if not isinstance(tensor, DTensor):
                 continue
-            shard = to_local_no_grad(tensor)
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1 and shard.numel():
                     found.setdefault((tensor.device_mesh, axis), {})[name] = shard

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megalaunch.launch.supervise import RestartBudget
+from megalaunch.launch.tail import JsonlTail
 from megalaunch.launchers.attached.node import HeldNode
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.outcome import FAILED_NODES, ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 _POLL_SECONDS = 0.1
@@ -37,7 +39,8 @@ def start_nodes(
         given_up: whether the start has to end.
 
     Raises:
-        LauncherError: a node cannot be started; the reason and the fix are those of the first such node.
+        NodeError: a node cannot be started; the reason and the fix are those of the first such node.
+        LauncherError: the start was given up.
     """
     nodes: list[HeldNode] = []
     try:
@@ -62,16 +65,12 @@ def _wait_for(record: str, nodes: Sequence[HeldNode], deadline: float, given_up:
             over = node.ended
             node.poll()
             if "refused" in node.said:
-                raise LauncherError(
-                    f"{node} {node.said['refused']}",
-                    "type the command in a directory, and with a run.directory, that all hosts share",
-                )
+                fix = "type the command in a directory, and with a run.directory, that all hosts share"
+                raise node.error(node.said["refused"], fix)
             if over and record not in node.said:
                 raise node.failure()
             if time.monotonic() > deadline and record not in node.said:
-                raise LauncherError(
-                    f"{node} does not answer", "see whether its file systems and its processors are busy"
-                )
+                raise node.error("does not answer", "see whether its file systems and its processors are busy")
         if given_up():
             raise LauncherError("stopped before the nodes started")
         time.sleep(_POLL_SECONDS)
@@ -87,29 +86,56 @@ def end_nodes(nodes: Sequence[HeldNode]) -> bool:
 
 @dataclass(frozen=True)
 class _End:
-    """How one attempt ended: what the first node to end says, whether to start again, and whether a host was lost.
+    """How one attempt ended.
 
-    The processes of a lost host may go on until their lease is over.
+    Attributes:
+        reason: what the first node to end says.
+        again: whether to start again.
+        lost: a host was lost; its processes may go on until their lease is over.
+        failed_nodes: nodes that should not take part again: lost ones, or those that failed the preflight.
+        needs_spares: it can start again only if spare hosts take the places of `failed_nodes`.
     """
 
     reason: str
     again: bool
     lost: bool
+    failed_nodes: tuple[int, ...] = ()
+    needs_spares: bool = False
 
 
-Start = Callable[[int, Callable[[], bool]], list[HeldNode]]
-"""Starts all nodes: gets the number of the attempt, and whether the start has to end. Raises LauncherError."""
+class NodeStarter(ABC):
+    """Starts the nodes of a job, at the start and after failures."""
+
+    @abstractmethod
+    def start(self, attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
+        """Start all nodes.
+
+        Args:
+            attempt: number of the attempt, from 0.
+            given_up: whether the start has to end.
+
+        Raises:
+            LauncherError: they cannot be started.
+        """
+
+    def may_replace_stragglers(self, nodes: Sequence[int]) -> bool:
+        """Return whether nodes that compute slower than the others should be replaced, and can be."""
+        return False
+
+    def replace(self, nodes: Sequence[int]) -> bool:
+        """Let spare hosts take the places of these nodes at the next start; return whether there are enough."""
+        return False
 
 
 class AttachedJob:
     """Watches the nodes in a thread, so that a display that waits does not end their leases."""
 
-    def __init__(self, job: Job, start: Start) -> None:
+    def __init__(self, job: Job, starter: NodeStarter) -> None:
         """Start all nodes. Raises LauncherError."""
-        self._job, self._start = job, start
-        self._nodes = start(0, lambda: False)
-        self._directory = RunDirectory(job.directory)
-        self._hosts = ",".join(node.host for node in self._nodes)
+        self._starter, self._directory = starter, RunDirectory(job.directory)
+        self._events = JsonlTail(self._directory.events, at_end=True)
+        self._nodes = starter.start(0, lambda: False)
+        self._stragglers: tuple[int, ...] = ()  # nodes that the next attempt leaves out
         self._budget = RestartBudget(job.settings.max_restarts, job.settings.restart_backoff, self._saved_step())
         self._stop, self._now = threading.Event(), threading.Event()
         self.status = JobStatus("running", "RUNNING", nodes=self._hosts)
@@ -126,7 +152,8 @@ class AttachedJob:
         try:
             while True:
                 end = self._watch()
-                if not end.again:
+                replaced = bool(end.failed_nodes) and self._starter.replace(end.failed_nodes)
+                if not (end.again or (end.needs_spares and replaced)) or self._stop.is_set():
                     state = "CANCELLED" if self._stop.is_set() else "COMPLETED" if not end.reason else "FAILED"
                     break
                 self._budget.checkpoint_saved(self._saved_step())
@@ -156,7 +183,7 @@ class AttachedJob:
         with contextlib.suppress(FileNotFoundError):
             self._directory.outcome.unlink()  # it is that of the attempt that failed
         try:
-            self._nodes = self._start(attempt, self._stop.is_set)
+            self._nodes = self._starter.start(attempt, self._stop.is_set)
         except LauncherError as error:
             return str(error)
         self.status = JobStatus("running", "RUNNING", nodes=self._hosts, restarts=attempt)
@@ -174,7 +201,8 @@ class AttachedJob:
                     first = node
                     on_purpose = node.exit_code in _ON_PURPOSE
                     deadline = time.monotonic() + (_SAME_END_SECONDS if on_purpose else _FAILED_SECONDS)
-            if self._stop.is_set() and not told:
+            self._find_stragglers()
+            if (self._stop.is_set() or self._stragglers) and not told:
                 told = True
                 for node in self._nodes:
                     node.stop()
@@ -184,16 +212,36 @@ class AttachedJob:
         lost = not end_nodes(self._nodes)
         return self._end(first or self._nodes[0], lost)
 
+    def _find_stragglers(self) -> None:
+        for event in self._events.read_new()[0]:
+            if event.get("event") == "straggler" and event.get("cause") == "compute" and not self._stragglers:
+                nodes = tuple(event["nodes"])
+                if self._starter.may_replace_stragglers(nodes):
+                    self._stragglers = nodes
+
     def _end(self, first: HeldNode, lost: bool) -> _End:
         code = first.exit_code
+        slow, self._stragglers = self._stragglers, ()
         failed = [node for node in self._nodes if node.exit_code not in (0, None)]
         if code == 0 and not failed and not lost:
             return _End("", again=False, lost=False)
-        what = f"{first} was lost" if code is None else f"{first} ended with {_shown(code)}"
+        if code is None:
+            return _End(f"{first} was lost", not self._stop.is_set(), lost, failed_nodes=(first.node,))
+        if slow and code == ExitCode.PREEMPTED and not self._stop.is_set():
+            names = " and ".join(str(node) for node in self._nodes if node.node in slow)
+            return _End(f"{names} computed slower than the others", False, lost, slow, needs_spares=True)
+        what = f"{first} ended with {_shown(code)}"
+        if code == ExitCode.CONFIGURATION and (outcome := read_outcome(self._directory.outcome)) is not None:
+            refused = tuple(outcome.details.get(FAILED_NODES, ()))
+            return _End(outcome.reason if refused else what, False, lost, refused, needs_spares=bool(refused))
         again = code not in _ON_PURPOSE and not self._stop.is_set()
-        if len(self._nodes) == 1 and code is not None and code >= 0:  # its launcher has restarted its workers
+        if len(self._nodes) == 1 and code >= 0:  # its launcher has restarted its workers
             again = False
         return _End(what, again, lost)
+
+    @property
+    def _hosts(self) -> str:
+        return ",".join(node.host for node in self._nodes)
 
     def _saved_step(self) -> int:
         checkpoints = self._directory.checkpoints

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from megalaunch.fs import make_directory
-from megalaunch.launch.process import Process, find_process, is_alive, send_signal
-from megalaunch.launchers.attached.job import AttachedJob, Start
+from megalaunch.launch.process import Process, is_alive, send_signal
+from megalaunch.launchers.attached.job import AttachedJob, NodeStarter
+from megalaunch.launchers.attached.own_record import own_record, write_attached_record
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
-from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.launchers.record import JobRecord
+from megalaunch.launchers.tasks import task_number
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -35,19 +34,14 @@ class AttachedLauncher(ABC):
         """Return what each node gets."""
 
     @abstractmethod
-    def starter(self, job: Job, shared_text: str) -> Start:
-        """Return the function that starts all nodes of a job; `shared_text` is that of job.json."""
+    def starter(self, job: Job, shared_text: str) -> NodeStarter:
+        """Return what starts the nodes of a job; `shared_text` is that of job.json."""
 
     def submit(self, job: Job) -> JobRecord:
         """Write the record, which every node must see, and start all nodes."""
-        directory, process = RunDirectory(job.directory), find_process(os.getpid())
-        assert process is not None, "this process has an entry in /proc"
-        make_directory(directory.root)
-        make_directory(directory.logs)
-        output = str(directory.node_log("*"))
-        host = socket.gethostname()
-        record = JobRecord(self.name, process.pid, job.name, job.nodes, time.time(), host, output, process.started)
-        write_record(directory.job, record)
+        directory = RunDirectory(job.directory)
+        record = own_record(self.name, job.name, job.nodes, str(directory.node_log("*")))
+        write_attached_record(directory, record)
         text = directory.job.read_text(encoding="utf-8")
         try:
             self._job = AttachedJob(job, self.starter(job, text))
@@ -72,11 +66,14 @@ class AttachedLauncher(ABC):
             holder = _holder(record)
             if send_signal(holder, signal.SIGTERM) and at_once:
                 send_signal(holder, signal.SIGINT)
-        return f"job {record.id} {'ends' if at_once else 'saves a checkpoint and ends'}"
+        saves = not (at_once or record.is_task_set)
+        return f"job {record.id} {'saves a checkpoint and ends' if saves else 'ends'}"
 
     def output(self, record: JobRecord) -> list[Path]:
         """Return the output of each node, in their order."""
         pattern = Path(record.output)
+        if record.is_task_set:
+            return sorted(pattern.parent.glob(pattern.name), key=task_number)
         paths = (pattern.with_name(pattern.name.replace("*", str(node))) for node in range(record.nodes))
         return [path for path in paths if path.exists()]
 

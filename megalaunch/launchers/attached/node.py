@@ -11,6 +11,18 @@ from megalaunch.launchers.attached.remote_agent import STOP, NodeOrder, greeting
 from megalaunch.launchers.launcher import LauncherError
 
 
+class NodeError(LauncherError):
+    """A node cannot be started; the message begins with its number and host.
+
+    Attributes:
+        node: its number.
+    """
+
+    def __init__(self, node: int, host: str, message: str, fix: str = "") -> None:
+        super().__init__(f"node {node} ({host}) {message}", fix)
+        self.node = node
+
+
 class HeldNode(ABC):
     """One node; everything that its agent said is in `said`, by the name of the record."""
 
@@ -53,19 +65,22 @@ class HeldNode(ABC):
         """End the connection; return whether the agent has ended, and with it all that it had started."""
 
     @abstractmethod
-    def failure(self) -> LauncherError:
+    def failure(self) -> NodeError:
         """Return why the connection ended before the agent has said anything."""
 
     def require_same_code(self) -> None:
-        """Raise LauncherError unless the host has the Python and the megalaunch of this machine."""
+        """Raise NodeError unless the host has the Python and the megalaunch of this machine."""
         there, here = self.said["greeting"], greeting()
         different = [
             f"{name} {there.get(name)} in place of {here[name]}" for name in here if there.get(name) != here[name]
         ]
         if different:
-            raise LauncherError(
-                f"{self} has {' and '.join(different)}", "install the same there, or name its path in launcher.python"
-            )
+            fix = "install the same there, or name its path in launcher.python"
+            raise self.error(f"has {' and '.join(different)}", fix)
+
+    def error(self, message: str, fix: str = "") -> NodeError:
+        """Return an error of this node."""
+        return NodeError(self.node, self.host, message, fix)
 
     @abstractmethod
     def _write(self, data: bytes) -> None:

@@ -6,6 +6,7 @@ import atexit
 import json
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalaunch.fs import make_directory, write_file_atomically
@@ -19,7 +20,7 @@ from megalaunch.launchers.kubernetes.kubectl import (
     read_json,
 )
 from megalaunch.launchers.kubernetes.manifest import manifest_text, object_name
-from megalaunch.launchers.kubernetes.pod_logs import FollowedPod, pod_log
+from megalaunch.launchers.kubernetes.pod_logs import FollowedPod, copy_pod_log
 from megalaunch.launchers.kubernetes.state import SELECTORS, Object, job_state, pod_index, sorted_pods
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record, write_record
@@ -40,31 +41,14 @@ class KubernetesLauncher:
 
     def manifest(self, job: Job) -> str:
         """Return the manifest in YAML."""
-        return manifest_text(job, _name(job))
+        return manifest_text(job, next_name(job))
 
     def submit(self, job: Job) -> JobRecord:
         """Let the server check the manifest, create its objects and write the record."""
-        settings, directory, name = job.settings.kubernetes, RunDirectory(job.directory), _name(job)
-        text = manifest_text(job, name)
-        options = cluster_options(settings)
-        context = None if settings.context is not None else current_context()
-        options += [] if context is None else [f"--context={context}"]
-        make_directory(directory.root)
-        make_directory(directory.logs)
-        write_file_atomically(directory.manifest, text)
-        check_manifest(options, directory.manifest)
-        create_objects(options, directory.manifest)
-        created = read_json(options, "get", f"{settings.kind}/{name}")
-        if settings.kind == "job":
-            _own_service(options, name, created)
-        if settings.namespace is None:
-            options.append(f"--namespace={created['metadata']['namespace']}")
-        where, output = socket.gethostname(), str(directory.logs / "pod_*.log")
-        identity = f"{settings.kind}/{name}"
-        record = JobRecord(
-            "kubernetes", identity, job.name, job.nodes, time.time(), where, output, options=tuple(options)
-        )
-        write_record(directory.job, record)
+        name, kind = next_name(job), job.settings.kubernetes.kind
+        record = submit_manifest(job, f"{kind}/{name}", manifest_text(job, name))
+        if kind == "job":
+            _own_service(record.options, name, read_json(record.options, "get", str(record.id)))
         return record
 
     def status(self, record: JobRecord) -> JobStatus:
@@ -73,25 +57,23 @@ class KubernetesLauncher:
             found = read_json(record.options, "get", str(record.id))
         except NotFoundError:
             return JobStatus("unknown", "DELETED", "not known to Kubernetes any more")
-        return job_state(found, _pods(record))
+        return job_state(found, pods_of(record))
 
     def stop(self, record: JobRecord, at_once: bool) -> str:
         """Delete the object; its pods get SIGTERM, and save within their grace period."""
-        kubectl(record.options, "delete", str(record.id), "--ignore-not-found", "--wait=false")
-        if not at_once:
+        delete_job(record)
+        if not (at_once or record.is_task_set):
             return f"job {record.id} is deleted; its pods save a checkpoint and end"
-        kubectl(record.options, "delete", "pods", f"--selector={_selector(record)}", _AT_ONCE, "--wait=false")
+        if at_once:
+            kubectl(record.options, "delete", "pods", f"--selector={_selector(record)}", _AT_ONCE, "--wait=false")
         return f"job {record.id} is deleted; its pods end"
 
     def output(self, record: JobRecord) -> list[Path]:
         """Copy the output of each pod to a file; return the files, also of pods that are gone."""
         folder = Path(record.output).parent
         try:
-            for pod in _pods(record):
-                name = pod["metadata"]["name"]
-                text = pod_log(record.options, name)
-                if text is not None:
-                    (folder / f"pod_{name}.log").write_text(text, encoding="utf-8")
+            for pod in pods_of(record):
+                copy_pod_log(record.options, pod["metadata"]["name"], folder)
         except LauncherError:  # what was copied before is still there
             pass
         name = str(record.id).partition("/")[2]
@@ -105,7 +87,7 @@ class KubernetesLauncher:
             return []
         self._looked = time.monotonic()
         try:
-            started = [pod for pod in _pods(record) if pod_index(pod) == 0 and _has_started(pod)]
+            started = [pod for pod in pods_of(record) if pod_index(pod) == 0 and _has_started(pod)]
         except LauncherError:  # `status` tells
             return []
         newest = started[-1]["metadata"]["name"] if started else None
@@ -115,14 +97,48 @@ class KubernetesLauncher:
         return []
 
 
-def _name(job: Job) -> str:
+def submit_manifest(job: Job, identity: str, text: str, tasks: int = 0) -> JobRecord:
+    """Let the server check a manifest, create its objects and write the record of the job.
+
+    Args:
+        identity: kind and name of the object that is the job.
+        tasks: number of independent tasks; 0: the job is one command on its nodes.
+
+    Raises:
+        LauncherError: the cluster refuses it, or does not answer.
+    """
+    settings, directory = job.settings.kubernetes, RunDirectory(job.directory)
+    options = cluster_options(settings)
+    context = None if settings.context is not None else current_context()
+    options += [] if context is None else [f"--context={context}"]
+    make_directory(directory.root)
+    make_directory(directory.logs)
+    write_file_atomically(directory.manifest, text)
+    check_manifest(options, directory.manifest)
+    create_objects(options, directory.manifest)
+    if settings.namespace is None:
+        created = read_json(options, "get", identity)
+        options.append(f"--namespace={created['metadata']['namespace']}")
+    now, where, output = time.time(), socket.gethostname(), str(directory.logs / "pod_*.log")
+    what = "kubernetes", identity, job.name, job.nodes
+    record = JobRecord(*what, now, where, output, options=tuple(options), tasks=tasks)
+    write_record(directory.job, record)
+    return record
+
+
+def delete_job(record: JobRecord) -> None:
+    """Delete the object of a job, if it is still there; its pods get SIGTERM. Raises LauncherError."""
+    kubectl(record.options, "delete", str(record.id), "--ignore-not-found", "--wait=false")
+
+
+def next_name(job: Job) -> str:
     """Return the name of the next object for a directory: its last one ends in the number of that submission."""
     record = read_record(RunDirectory(job.directory).job)
     last = str(record.id).rpartition("-")[2] if record is not None and record.launcher == "kubernetes" else ""
     return object_name(job, int(last) + 1 if last.isdecimal() else 1)
 
 
-def _own_service(options: list[str], name: str, job: Object) -> None:
+def _own_service(options: Sequence[str], name: str, job: Object) -> None:
     """Let the service end with its job."""
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
     patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
@@ -134,7 +150,8 @@ def _selector(record: JobRecord) -> str:
     return SELECTORS[kind].format(name)
 
 
-def _pods(record: JobRecord) -> list[Object]:
+def pods_of(record: JobRecord) -> list[Object]:
+    """Return the pods of a job in the order of their indexes. Raises LauncherError."""
     found = read_json(record.options, "get", "pods", f"--selector={_selector(record)}")
     return sorted_pods(found.get("items", []))
 

@@ -1,4 +1,4 @@
-"""Write the manifest of a job: an Indexed Job with its headless service, a JobSet, or a TrainJob.
+"""Write the manifest of a job: an Indexed Job with its headless service, a JobSet, or a TrainJob; or of tasks, a Job.
 
 All restart pods after failures, but not after an exit code on purpose, which a restart would repeat. A disruption
 (preemption, a drained node) and exit code 75 (saved, resumable) restart without counting.
@@ -51,13 +51,29 @@ def manifest_text(job: Job, name: str) -> str:
 
 def manifest(job: Job, name: str) -> list[Object]:
     """Return the objects to create, the job last. Raises LauncherError without an image."""
-    if job.settings.kubernetes.image is None:
-        raise LauncherError("launcher.kubernetes.image is not set", "give an image with megalaunch[train]")
+    require_image(job.settings.kubernetes)
     settings: KubernetesSpec = job.settings.kubernetes
     kind = settings.kind
     if kind == "job":
         return [_service(job, name), _job(job, name)]
     return [_jobset(job, name) if kind == "jobset" else _trainjob(job, name)]
+
+
+def task_manifest(job: Job, name: str, tasks: int, attempts: int, module: str) -> Object:
+    """Return an Indexed Job with a pod for each of several independent tasks; the first that fails ends it.
+
+    Args:
+        attempts: how often a pod of one index is started.
+        module: the one that runs in the pods, and takes the arguments of the job.
+    """
+    limits = {"backoffLimitPerIndex": attempts - 1, "maxFailedIndexes": 0}
+    return _indexed_job(job, name, tasks, limits, pod_spec(job, None, module))
+
+
+def require_image(settings: KubernetesSpec) -> None:
+    """Raise LauncherError without an image."""
+    if settings.image is None:
+        raise LauncherError("launcher.kubernetes.image is not set", "give an image with megalaunch[train]")
 
 
 def _metadata(settings: KubernetesSpec, name: str) -> Object:
@@ -75,23 +91,28 @@ def _service(job: Job, name: str) -> Object:
 
 
 def _job(job: Job, name: str) -> Object:
+    limits = {"backoffLimit": job.settings.kubernetes.max_restarts * job.nodes}  # one lost pod ends those of all nodes
+    return _indexed_job(job, name, job.nodes, limits, pod_spec(job, name))
+
+
+def _indexed_job(job: Job, name: str, pods: int, limits: Object, pod: Object) -> Object:
     settings = job.settings.kubernetes
     uncounted: list[Object] = [
         {"action": "Ignore", "onPodConditions": [_DISRUPTED]},
         {"action": "Ignore", "onExitCodes": _codes(ExitCode.PREEMPTED)},
     ]
     spec = {
-        **_indexed(job.nodes),
-        "backoffLimit": settings.max_restarts * job.nodes,  # one lost pod ends those of all nodes
+        **_indexed(pods),
+        **limits,
         **_ttl(settings),
         "podFailurePolicy": {"rules": [*uncounted, {"action": "FailJob", "onExitCodes": _codes(*FINAL_CODES)}]},
-        "template": {"metadata": {"labels": {"app.kubernetes.io/instance": name}}, "spec": pod_spec(job, name)},
+        "template": {"metadata": {"labels": {"app.kubernetes.io/instance": name}}, "spec": pod},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(settings, name), "spec": spec}
 
 
-def _indexed(nodes: int) -> Object:
-    return {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
+def _indexed(pods: int) -> Object:
+    return {"completionMode": "Indexed", "completions": pods, "parallelism": pods}
 
 
 def _ttl(settings: KubernetesSpec) -> Object:

@@ -10,23 +10,25 @@ from megalaunch.schema.kubernetes import KubernetesSpec
 
 CONTAINER = "node"
 PYTHON = "python3"
+PROGRAM = "megalaunch"
 _SHARED_MEMORY = "/dev/shm"
 _SAVE_SECONDS = 30  # beyond launcher.stop_grace_period, for the launcher to end after its workers
 
 Object = dict[str, Any]
 
 
-def pod_spec(job: Job, subdomain: str | None) -> Object:
+def pod_spec(job: Job, subdomain: str | None, module: str = PROGRAM) -> Object:
     """Return the spec of the pods.
 
     Args:
-        subdomain: the headless service under which pods find each other; None: the controller adds it.
+        subdomain: the headless service under which pods find each other; None: the controller adds it, or none does.
+        module: the one that takes the arguments.
     """
     settings = job.settings.kubernetes
     container: Object = {
         "name": CONTAINER,
         "image": settings.image,
-        "command": escaped(command(job)),
+        "command": escaped(command(job, module)),
         "workingDir": working_directory(job),
         "env": environment(job),
         "resources": resources(job),
@@ -49,9 +51,9 @@ def pod_settings(job: Job) -> Object:
     )
 
 
-def command(job: Job) -> list[str]:
+def command(job: Job, module: str = PROGRAM) -> list[str]:
     """Return the command line of each pod."""
-    return [job.settings.python or PYTHON, "-m", "megalaunch", *job.arguments]
+    return [job.settings.python or PYTHON, "-m", module, *job.arguments]
 
 
 def working_directory(job: Job) -> str:

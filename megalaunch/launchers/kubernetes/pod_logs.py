@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from megalaunch.launchers.kubernetes.kubectl import kubectl
 from megalaunch.launchers.launcher import LauncherError
 
 
-def pod_log(options: Sequence[str], pod: str) -> str | None:
-    """Return what a pod has printed; None if it has not started, or its node does not answer."""
-    try:
-        return kubectl(options, "logs", pod)
-    except LauncherError:
-        return None
+def copy_pod_log(options: Sequence[str], pod: str, folder: Path) -> Path:
+    """Copy what a pod has printed to a file, unless it has not started or its node does not answer; return the file."""
+    path = folder / f"pod_{pod}.log"
+    with contextlib.suppress(LauncherError):
+        path.write_text(kubectl(options, "logs", pod), encoding="utf-8")
+    return path
 
 
 class FollowedPod:

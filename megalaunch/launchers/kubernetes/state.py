@@ -76,10 +76,14 @@ def pod_index(pod: Object) -> int:
 
 def _exit_code(pods: Sequence[Object]) -> int | None:
     """Return the exit code of the newest pod of node 0 that has ended; None without one."""
-    codes = []
-    for pod in sorted_pods(pods):
-        for container in pod.get("status", {}).get("containerStatuses", []):
-            ended = container.get("state", {}).get("terminated")
-            if ended and pod_index(pod) == 0:
-                codes.append(int(ended["exitCode"]))
-    return codes[-1] if codes else None
+    codes = [pod_exit_code(pod) for pod in sorted_pods(pods) if pod_index(pod) == 0]
+    return next((code for code in reversed(codes) if code is not None), None)
+
+
+def pod_exit_code(pod: Object) -> int | None:
+    """Return the exit code of a pod's container; None if it has not ended, or the cluster does not tell it."""
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        ended = container.get("state", {}).get("terminated")
+        if ended:
+            return int(ended["exitCode"])
+    return None

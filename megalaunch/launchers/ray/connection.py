@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.node import HeldNode, NodeError
 from megalaunch.launchers.attached.remote_agent import AGENT_CODES, BEAT_SECONDS
 from megalaunch.launchers.launcher import LauncherError
 
@@ -72,9 +72,9 @@ class RayNode(HeldNode):
         self._code = code if code is not None else self._code
         return code in AGENT_CODES
 
-    def failure(self) -> LauncherError:
+    def failure(self) -> NodeError:
         """Return why the agent ended before it has said anything."""
-        return LauncherError(f"{self} did not start: {self._lost or f'exit code {self._code}'}", f"see {self._log}")
+        return self.error(f"did not start: {self._lost or f'exit code {self._code}'}", f"see {self._log}")
 
     def _write(self, data: bytes) -> None:
         self._unsent += data  # goes with the next call

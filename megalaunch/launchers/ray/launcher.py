@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megalaunch.launchers.attached.job import Start, end_nodes, start_nodes
+from megalaunch.launchers.attached.job import NodeStarter, end_nodes, start_nodes
 from megalaunch.launchers.attached.launcher import AttachedLauncher
 from megalaunch.launchers.attached.node import HeldNode
 from megalaunch.launchers.attached.orders import copied_variables, hidden_values, node_orders
@@ -34,25 +34,32 @@ class RayLauncher(AttachedLauncher):
             lines += [f"# node {node}", order.to_line().decode().rstrip("\n")]
         return "\n".join(lines) + "\n"
 
-    def starter(self, job: Job, shared_text: str) -> Start:
-        """Return the function that reserves the nodes, and starts an actor on each."""
+    def starter(self, job: Job, shared_text: str) -> NodeStarter:
+        """Return what reserves the nodes, and starts an actor on each."""
         settings: RaySpec = job.settings.ray
-        directory = RunDirectory(job.directory)
-        groups: list[Any] = []
-
-        def start(attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
-            from ray.util.placement_group import remove_placement_group
-
-            while groups:
-                remove_placement_group(groups.pop())
-            groups.append(reserve_nodes(job, given_up))
-            nodes = list(_nodes(job, groups[0], directory))
-            copied = copied_variables(os.environ, settings.environment)
-            orders = node_orders(job, copied, nodes[0].host, nodes[0].port, shared_text, attempt)
-            return start_nodes(nodes, orders, _CONNECT_SECONDS, given_up)
-
         connect_to_ray(settings.address)
-        return start
+        return _Nodes(job, settings, shared_text)
+
+
+class _Nodes(NodeStarter):
+    """The nodes of a placement group, which Ray chooses among those that live."""
+
+    def __init__(self, job: Job, settings: RaySpec, shared_text: str) -> None:
+        self._job, self._shared_text = job, shared_text
+        self._copied = copied_variables(os.environ, settings.environment)
+        self._group: Any = None
+
+    def start(self, attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
+        """Reserve the nodes anew, and start an actor on each."""
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        self._group = reserve_nodes(self._job, given_up)
+        nodes = list(_nodes(self._job, self._group, RunDirectory(self._job.directory)))
+        orders = node_orders(self._job, self._copied, nodes[0].host, nodes[0].port, self._shared_text, attempt)
+        return start_nodes(nodes, orders, _CONNECT_SECONDS, given_up)
 
 
 def _nodes(job: Job, group: Any, directory: RunDirectory) -> Iterator[RayNode]:

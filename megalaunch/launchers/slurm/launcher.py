@@ -11,6 +11,7 @@ from megalaunch.launchers.launcher import Job, JobStatus
 from megalaunch.launchers.record import JobRecord, write_record
 from megalaunch.launchers.slurm.batch_script import OUTPUT, batch_script
 from megalaunch.launchers.slurm.commands import check_script, job_status, slurm_command, submit_script
+from megalaunch.launchers.slurm.tasks import stop_tasks, tasks_output, tasks_status
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -38,10 +39,14 @@ class SlurmLauncher:
 
     def status(self, record: JobRecord) -> JobStatus:
         """Ask Slurm for the state of a job."""
+        if record.is_task_set:
+            return tasks_status(record)
         return job_status(int(record.id))
 
     def stop(self, record: JobRecord, at_once: bool) -> str:
         """Cancel a pending job; send SIGTERM to the tasks of a running one, which save."""
+        if record.is_task_set:
+            return stop_tasks(record, at_once)
         number = str(record.id)
         if at_once or self.status(record).phase != "running":
             slurm_command("scancel", number)
@@ -51,6 +56,8 @@ class SlurmLauncher:
 
     def output(self, record: JobRecord) -> list[Path]:
         """Return the file with the output of the batch script and its tasks."""
+        if record.is_task_set:
+            return tasks_output(record)
         path = Path(record.output)
         return [path] if path.exists() else []
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megalaunch.launchers.attached.orders import copied_variables, hidden_values, node_orders
 from megalaunch.launchers.attached.remote_agent import NodeOrder
 from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.ssh import SshSpec
 
 _AGENT = "megalaunch.launchers.attached.remote_agent"
 _ALIVE_SECONDS = 5  # between two questions of ssh to its server; it ends after three without an answer
 
 
-def ssh_commands(job: Job) -> list[list[str]]:
-    """Return the command line for each node, in order. It asks no question, and shares no connection with others."""
-    ssh, python = job.settings.ssh, job.settings.python or sys.executable
+def ssh_commands(settings: LauncherSpec, hosts: Sequence[str]) -> list[list[str]]:
+    """Return the command line for each host, in order. It asks no question, and shares no connection with others."""
+    ssh, python = settings.ssh, settings.python or sys.executable
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(ssh.connect_timeout),
@@ -28,28 +29,27 @@ def ssh_commands(job: Job) -> list[list[str]]:
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     agent = shlex.join([python, "-m", _AGENT])  # the login shell of the host splits it again
-    return [["ssh", "-T", *_config(ssh), *words, host, agent] for host in ssh.hosts[: job.nodes]]
+    return [["ssh", "-T", *_config(ssh), *words, host, agent] for host in hosts]
 
 
-def ssh_orders(job: Job, copied: Mapping[str, str], shared_text: str, attempt: int) -> list[NodeOrder]:
-    """Return what each node runs. Raises LauncherError if ssh does not tell the address of node 0."""
+def ssh_orders(job: Job, first_host: str, copied: Mapping[str, str], shared_text: str, attempt: int) -> list[NodeOrder]:
+    """Return what each node runs. Raises LauncherError if ssh does not tell the address of node 0, on `first_host`."""
     ssh = job.settings.ssh
-    address = ssh.master_addr or _address(ssh)
+    address = ssh.master_addr or _address(ssh, first_host)
     return node_orders(job, copied, address, ssh.master_port, shared_text, attempt)
 
 
 def shown_plan(job: Job, environment: Mapping[str, str]) -> str:
     """Return the command line and the order of each node, with the names of copied variables in place of values."""
     hidden = copied_variables(hidden_values(environment), job.settings.ssh.environment)
+    hosts, spares = job.settings.ssh.hosts[: job.nodes], job.settings.ssh.hosts[job.nodes :]
     lines = []
-    orders = ssh_orders(job, hidden, "<text of this file>", attempt=0)
-    for node, (command, order) in enumerate(zip(ssh_commands(job), orders, strict=True)):
+    orders = ssh_orders(job, hosts[0], hidden, "<text of this file>", attempt=0)
+    for node, (command, order) in enumerate(zip(ssh_commands(job.settings, hosts), orders, strict=True)):
         text = order.to_line().decode()
-        lines += [
-            f"# node {node}: {job.settings.ssh.hosts[node]}, with the second line on stdin",
-            shlex.join(command),
-            text,
-        ]
+        lines += [f"# node {node}: {hosts[node]}, with the second line on stdin", shlex.join(command), text]
+    if spares:
+        lines.append(f"# spare hosts: {', '.join(spares)}")
     return "\n".join(line.rstrip("\n") for line in lines) + "\n"
 
 
@@ -57,9 +57,8 @@ def _config(ssh: SshSpec) -> list[str]:
     return [] if ssh.config is None else ["-F", ssh.config]
 
 
-def _address(ssh: SshSpec) -> str:
-    """Return the name or address of the first host, as ssh's configuration has it; nothing is connected."""
-    host = ssh.hosts[0]
+def _address(ssh: SshSpec, host: str) -> str:
+    """Return the name or address of a host, as ssh's configuration has it; nothing is connected."""
     try:
         shown = subprocess.run(
             ["ssh", "-G", *_config(ssh), host], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30

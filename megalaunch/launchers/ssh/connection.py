@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalaunch.fs import open_file
-from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.node import HeldNode, NodeError
 from megalaunch.launchers.attached.remote_agent import AGENT_CODES, BEAT_SECONDS
 from megalaunch.launchers.launcher import LauncherError
 
@@ -76,28 +76,26 @@ class Connection(HeldNode):
             self._records.close()
         return self._ssh.returncode in AGENT_CODES
 
-    def failure(self) -> LauncherError:
+    def failure(self) -> NodeError:
         """Return why ssh ended before the agent has said anything."""
         text = self._messages()
         last = text.strip().splitlines()[-1] if text.strip() else f"ssh ended with code {self._ssh.returncode}"
         if "No module named" in text and "megalaunch" in text:
-            return LauncherError(
-                f"{self} has no megalaunch for {self._python}",
+            return self.error(
+                f"has no megalaunch for {self._python}",
                 "install megalaunch there, or name the Python that has it in launcher.python",
             )
         if self._ssh.returncode == 127 or "No such file" in text:
-            return LauncherError(
-                f"{self} has no {self._python}: {last}", "name the Python of the hosts in launcher.python"
-            )
+            return self.error(f"has no {self._python}: {last}", "name the Python of the hosts in launcher.python")
         if "Permission denied" in text:
             fix = f"`ssh {self.host} true` must work without a question: use a key that an agent holds (ssh-add)"
-            return LauncherError(f"{self} refuses the login: {last}", fix)
+            return self.error(f"refuses the login: {last}", fix)
         if "Host key verification failed" in text:
-            return LauncherError(f"{self} has an unknown host key", f"type `ssh {self.host}` once, and accept its key")
+            return self.error("has an unknown host key", f"type `ssh {self.host}` once, and accept its key")
         if any(words in text for words in _UNREACHABLE):
             fix = "check its name in launcher.ssh.hosts, and its address and port in the configuration of ssh"
-            return LauncherError(f"{self} is not reached: {last}", fix)
-        return LauncherError(f"{self} did not start: {last}", f"see {self._log}")
+            return self.error(f"is not reached: {last}", fix)
+        return self.error(f"did not start: {last}", f"see {self._log}")
 
     def _messages(self) -> str:
         try:

@@ -49,8 +49,12 @@ def kubernetes_image(at: RuleContext) -> Iterator[Violation]:
 def kubernetes_forms(at: RuleContext) -> Iterator[Violation]:
     """The server would name the place in the manifest, not the key."""
     settings = _kubernetes(at)
-    if settings is None:
-        return
+    if settings is not None:
+        yield from wrong_forms(settings)
+
+
+def wrong_forms(settings: KubernetesSpec) -> Iterator[Violation]:
+    """Yield each list and quantity of the section that has not the form of its key."""
     for key, (form, pattern) in _FORMS.items():
         yield from _wrong(f"launcher.kubernetes.{key}", getattr(settings, key), form, pattern)
     for key in _QUANTITIES:
@@ -74,9 +78,15 @@ def _wrong(key: str, items: tuple[str, ...], form: str, pattern: re.Pattern[str]
 def kubernetes_secrets(at: RuleContext) -> Iterator[Violation]:
     """Whoever reads the object, job.yaml or spec.yaml would read the value. A reference leaves it in its secret."""
     settings = _kubernetes(at)
-    for variable in settings.environment if settings is not None else ():
+    if settings is not None:
+        yield from secret_values(settings)
+
+
+def secret_values(settings: KubernetesSpec) -> Iterator[Violation]:
+    """Yield each variable of the section that looks like a secret."""
+    for variable in settings.environment:
         name = variable.partition("=")[0]
-        if settings is not None and _SECRET.search(name.upper()):
+        if _SECRET.search(name.upper()):
             kept = tuple(other for other in settings.environment if other != variable)
             yield Violation(
                 "launcher.kubernetes.environment",

@@ -10,7 +10,7 @@ from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 _HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][\w.:-]*")  # never an option of ssh, nor a command
 
 
-@rule("launcher.ssh_hosts", "launcher.ssh.hosts has a host for each node.")
+@rule("launcher.ssh_hosts", "launcher.ssh.hosts has a host for each node; more are spare ones.")
 def ssh_hosts(at: RuleContext) -> Iterator[Violation]:
     """One agent runs on each host: two on one host would share its devices and the port of node 0."""
     if at.spec.launcher.name != "ssh":
@@ -33,4 +33,20 @@ def ssh_hosts(at: RuleContext) -> Iterator[Violation]:
             f"the run has {nodes} node{'s' if nodes > 1 else ''}, but launcher.ssh.hosts has {len(hosts) or 'none'}",
             {"nodes": nodes, "hosts": len(hosts)},
             fixes,
+        )
+
+
+@rule("launcher.ssh_replace_stragglers", "replace_stragglers is on only with spare hosts and checks of the ranks.")
+def ssh_replace_stragglers(at: RuleContext) -> Iterator[Violation]:
+    """A slow host is replaced by one beyond `cluster.nodes`, and the checks of `train.straggler_interval` find it."""
+    key, ssh, nodes = "launcher.ssh.replace_stragglers", at.spec.launcher.ssh, at.spec.cluster.nodes
+    if at.spec.launcher.name != "ssh" or not ssh.replace_stragglers:
+        return
+    interval = at.spec.train.straggler_interval
+    if interval == 0 or (interval is None and at.spec.platform.chip == "cpu"):
+        fixes = ({"train.straggler_interval": 100}, {key: False})
+        yield Violation(key, "the ranks of this run are not checked for slow ones", fixes=fixes)
+    if isinstance(nodes, int) and len(ssh.hosts) <= nodes:
+        yield Violation(
+            key, f"launcher.ssh.hosts has no spare host: {len(ssh.hosts)} for {nodes}", fixes=({key: False},)
         )

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from agent_meeting import MINE, Meeting, ended_loops, free_port  # noqa: F401  (a fixture)
 
 from megalaunch.engine.agent import channel, coordinator, member
 from megalaunch.engine.agent.interfaces import interface_of
@@ -21,71 +22,6 @@ from megalaunch.engine.agent.member import (
     open_coordinator,
 )
 from megalaunch.rundir.rendezvous import Credentials, CredentialsError, keep_credentials, read_credentials
-
-MINE = Credentials("a" * 64, "b" * 64)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-@pytest.fixture(autouse=True)
-def ended_loops(monkeypatch):
-    """End what a test leaves on its event loops, which an agent's process ends with itself."""
-    loops: list[asyncio.AbstractEventLoop] = []
-    begin = EventLoop.__init__
-
-    def record(self: EventLoop) -> None:
-        begin(self)
-        loops.append(self.loop)
-
-    async def end() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        asyncio.get_running_loop().stop()
-
-    monkeypatch.setattr(EventLoop, "__init__", record)
-    yield
-    for loop in loops:  # not waited for: a test may have put its loop to sleep
-        asyncio.run_coroutine_threadsafe(end(), loop)
-
-
-class Meeting:
-    """A coordinator and members of it, each member on a loop of its own as in a process of its own."""
-
-    def __init__(self, nodes: int, store_port: int = 1) -> None:
-        self.nodes, self.endpoint = nodes, Endpoint("127.0.0.1", free_port())
-        self.first = EventLoop()
-        self.coordinator = open_coordinator(self.first, nodes, self.endpoint, MINE, "spec", store_port)
-        self.loops: dict[int, EventLoop] = {}
-        self.failed: list[int] = []
-
-    def come(self, node: int, credentials: Credentials = MINE, fingerprint: str = "spec") -> Member:
-        loop = self.loops[node] = EventLoop()
-        one = Member(node, self.nodes, self.endpoint, credentials, lambda: self.failed.append(node))
-        loop.call(one.register(fingerprint))
-        return one
-
-    def join(self, members: dict[int, Member]) -> dict[int, int | RendezvousProblem]:
-        """All of them at once: the round of each, or why not."""
-        results: dict[int, int | RendezvousProblem] = {}
-
-        def join(node: int, one: Member) -> None:
-            try:
-                results[node] = one.join(self.loops[node])
-            except RendezvousProblem as problem:
-                results[node] = problem
-
-        threads = [threading.Thread(target=join, args=item, daemon=True) for item in members.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        return results
 
 
 def until_lost(one: Member, seconds: float = 10) -> NodeLost:
@@ -104,6 +40,7 @@ def test_rounds_are_joined_together():
     members = {node: meeting.come(node) for node in range(3)}
     assert meeting.join(members) == {0: 1, 1: 1, 2: 1}
     assert [one.waiting() for one in members.values()] == [0, 0, 0]
+    members[0].raise_if_node_lost()
     early = threading.Thread(target=members[1].join, args=(meeting.loops[1],), daemon=True)
     early.start()  # its workers crashed: the others are told, and join too
     deadline = time.monotonic() + 10
@@ -131,6 +68,8 @@ def test_a_machine_that_is_gone_is_named_on_the_others(monkeypatch, silent):
         lost = until_lost(members[node])
         assert str(lost).startswith(f"node 1 ({socket.gethostname()}) is lost: ")
         assert (lost.exit_code, lost.first_remaining) == (5, 0)
+        with pytest.raises(NodeLost):
+            members[node].raise_if_node_lost()
     assert {0, 2} <= set(meeting.failed)  # the workers of each were ended
 
 

@@ -56,6 +56,7 @@ def test_a_slow_device_is_named_after_three_checks_and_again_after_a_recovery(tm
         (3, "compute", [1], 0.333),
         (8, "compute", [1], 0.333),
     ]
+    assert named[0]["nodes"] == [0]
     (place,) = named[0]["places"]
     assert place.startswith("rank 1 (dp1) on ")
 

@@ -28,11 +28,11 @@ class Software:
         """Return the versions that this process runs."""
         return cls(_code_hash(), platform.python_version(), installed_version("torch") or _NONE)
 
-    def differences(self, first: Software) -> list[str]:
-        """Return how this node differs from node 0, one phrase for each."""
+    def differences(self, other: Software) -> list[tuple[str, str, str]]:
+        """Return the name, the version here and the other version of all that differs."""
         names = ("the code of megalaunch", "Python", "torch")
-        rows = zip(names, astuple(self), astuple(first), strict=True)
-        return [f"{name} is {mine} here, {other} on node 0" for name, mine, other in rows if mine != other]
+        rows = zip(names, astuple(self), astuple(other), strict=True)
+        return [(name, mine, theirs) for name, mine, theirs in rows if mine != theirs]
 
 
 @cache
