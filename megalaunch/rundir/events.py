@@ -186,6 +186,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "step": "step of the third check",
             "cause": "`compute`: its device is slow; `data`: it waits for tokens",
             "ranks": "the slow ranks",
+            "nodes": "numbers of their nodes",
             "places": "where they are: up to eight ranks with their hosts, or hosts",
             "speed": "of the slowest: the median of all ranks is 1",
         },

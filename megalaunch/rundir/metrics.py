@@ -1,12 +1,18 @@
-"""Keys of the lines in metrics.jsonl that are no steps: validations and evaluations of tasks."""
+"""The lines of metrics.jsonl: their time, and keys of those that are no steps: validations, evaluations of tasks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 VALIDATION_LOSS = "validation_loss"
 _TASKS = "lm_eval/"
+
+
+def with_time(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line with the wall-clock time in seconds since 1970."""
+    return {**line, "time": time.time()}
 
 
 def validation_key(name: str) -> str:

@@ -110,6 +110,10 @@ class Outcome:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+FAILED_NODES = "failed_nodes"
+"""Key of `details`: the nodes that failed the preflight."""
+
+
 def reserve_outcome_space(path: Path) -> None:
     """Reserve disk space for the outcome at the start, so that a run that fills the disk can still write it."""
     reserve_space(path, _RESERVED_BYTES)

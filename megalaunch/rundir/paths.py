@@ -81,6 +81,11 @@ class RunDirectory:
         return self.root / "job.sbatch"
 
     @property
+    def final_script(self) -> Path:
+        """The script of the job that runs after all tasks of a job array."""
+        return self.root / "final.sbatch"
+
+    @property
     def manifest(self) -> Path:
         """The manifest of the newest job of Kubernetes."""
         return self.root / "job.yaml"
@@ -132,6 +137,10 @@ class RunDirectory:
     def node_log(self, node: int | str) -> Path:
         """Output of the command on a node that was started by ssh; `*`: the pattern of all."""
         return self.logs / f"node_{node}.log"
+
+    def task_log(self, number: int | str) -> Path:
+        """Output of an independent task; `*`: the pattern of all."""
+        return self.logs / f"task_{number}.out"
 
     def rank_log(self, rank: int) -> Path:
         """Output of rank `rank`."""

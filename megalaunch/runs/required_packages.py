@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megalaunch.schema import RunSpec
 
 _TRAINING_PACKAGES = ("torch", "safetensors")
+_TRACKER_MODULES = {"opentelemetry": "opentelemetry.exporter.otlp.proto.http"}  # where its name is not the module's
 
 
 def require_training_packages() -> None:
@@ -28,7 +29,7 @@ def require_optional_packages(spec: RunSpec) -> None:
     from megalaunch.plan.topology import Topology
     from megalaunch.platform.packages import DEEP_EP, EXPERT_MESH_TORCH, TRANSFORMER_ENGINE, lacks_expert_mesh
 
-    missing = [name for name in spec.logging.trackers if importlib.util.find_spec(name) is None]
+    missing = [name for name in spec.logging.trackers if not _is_installed(_TRACKER_MODULES.get(name, name))]
     if missing:
         others = [name for name in spec.logging.trackers if name not in missing]
         fail(
@@ -54,3 +55,10 @@ def require_optional_packages(spec: RunSpec) -> None:
             f"fix:  {TRANSFORMER_ENGINE.install_command}\n"
             "      or precision.fp8.implementation=native"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False

@@ -13,8 +13,9 @@ class LoggingSpec:
     """Console output, trackers and profiles. metrics.jsonl has a line for every step regardless."""
 
     log_interval: int = setting(10, "Steps between printed progress lines.", "steps", minimum=1)
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = setting(
-        (), "Trackers that get the metrics, each from a process of its own, which training never waits for."
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "opentelemetry"], ...] = setting(
+        (),
+        "Trackers that get the metrics (opentelemetry: spans), each by a process of its own; training never waits.",
     )
     tracker_project: str = setting("megalaunch", "Project of wandb, experiment of mlflow.")
     prometheus_textfile: str | None = setting(

@@ -7,11 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from launching import running, wait_until
-from tiny_run import tiny_spec
+from tracked_run import directory_of, one_worker
 
 from megalaunch.launch.process import descendants
 from megalaunch.launch.run_state import ThroughputBasis
@@ -22,24 +21,9 @@ from megalaunch.launch.trackers.process import trackers
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.schema import RunSpec, with_values
-from megalaunch.schema.spec_file import write_spec
+from megalaunch.schema import with_values
 
 CANARY = "k" * 40  # a key of wandb has 40 characters
-
-
-def one_worker() -> RunSpec:
-    """A resolved spec of a run on one CPU."""
-    return with_values(tiny_spec(), {"cluster.nodes": 1, "cluster.devices_per_node": 1, "platform.chip": "cpu"})
-
-
-def directory_of(root: Path, **values: object) -> RunDirectory:
-    directory = RunDirectory(root)
-    directory.logs.mkdir(parents=True)
-    write_spec(
-        with_values(one_worker(), {key.replace("__", "."): value for key, value in values.items()}), directory.spec
-    )
-    return directory
 
 
 def add_steps(directory: RunDirectory, *steps: int) -> None:
@@ -57,12 +41,19 @@ class Fake:
 
     def __init__(self) -> None:
         self.got: list[tuple[int, dict[str, float]]] = []
+        self.events: list[str] = []
 
     def log(self, figures: dict[str, float], step: int, seconds: float) -> None:
         if self.failures:
             self.failures -= 1
             raise ConnectionError(f"no answer from https://user:{CANARY}@host")
         self.got.append((step, figures))
+
+    def log_event(self, record: dict[str, object]) -> None:
+        self.events.append(str(record["event"]))
+
+    def flush(self) -> None:
+        pass
 
     def finish(self) -> None:
         pass
@@ -102,7 +93,24 @@ def test_a_failure_is_one_warning_and_nothing_is_lost_or_sent_twice(tmp_path, fa
     later.finish()
     assert [step for step, figures in fake.got if "train/loss" in figures] == [1, 2, 3, 4, 5]
     stored = json.loads((directory.trackers / "wandb.json").read_text())
-    assert stored == {"run_id": "there", "step": 5, "validation": 0}
+    assert stored == {"run_id": "there", "step": 5, "validation": 0, "tasks": 0, "events": 2}
+    assert fake.events == ["note", "restart"]  # the next launch did not send them again
+    record_event(directory, "restart", attempt=2)
+    later.finish()
+    assert fake.got[-1] == (5, {"run/restarts": 2.0})
+
+
+def test_losses_of_named_sets_and_scores_of_tasks_are_sent(tmp_path, fake):
+    directory = directory_of(tmp_path / "run")
+    directory.trackers.mkdir()
+    add_steps(directory, 1, 2)
+    append_line(directory.metrics, {"step": 2, "validation_loss": 3.0, "validation_loss/code": 2.5})
+    append_line(directory.metrics, {"step": 2, "lm_eval/arc_easy/acc": 0.5})
+    feeding.Feed("wandb", directory).finish()
+    assert fake.got[2:] == [
+        (2, {"validation/loss": 3.0, "validation/loss/code": 2.5}),
+        (2, {"lm_eval/arc_easy/acc": 0.5}),
+    ]
 
 
 def test_the_figures_of_a_step():

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -14,16 +15,21 @@ from megalaunch.rundir.outcome import EXIT_MEANINGS, ExitCode
 PACKAGE = Path(megalaunch.__file__).parent
 WRITERS = {"record_event": 1, "event": 0, "_record": 0}
 """Functions that append an event, and the position of its name."""
-SITES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def calls() -> list[tuple[Path, ast.Call]]:
+    """Every call in the package, with its file."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    return [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 def event_sites(name: str) -> Iterator[tuple[str, frozenset[str]]]:
     """The place and the fields of every call that writes an event of this name."""
-    for path, tree in SITES.items():
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if written_name(call) == name:
-                fields = frozenset(keyword.arg or "**" for keyword in call.keywords)
-                yield f"{path.relative_to(PACKAGE)}:{call.lineno}", fields
+    for path, call in calls():
+        if written_name(call) == name:
+            fields = frozenset(keyword.arg or "**" for keyword in call.keywords)
+            yield f"{path.relative_to(PACKAGE)}:{call.lineno}", fields
 
 
 def written_name(call: ast.Call) -> object:
@@ -51,10 +57,8 @@ def test_an_event_has_the_fields_of_its_table(name):
 
 def test_an_event_is_written_by_its_name():
     """Only functions that pass a name on, and the agents' own logs, may write one that is no constant."""
-    for path, tree in SITES.items():
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        named = [call for call in calls if getattr(call.func, "id", "") == "record_event" and call.args]
-        for call in named:
+    for path, call in calls():
+        if getattr(call.func, "id", "") == "record_event" and call.args:
             argument = call.args[1]
             assert isinstance(argument, ast.Constant) or argument.id in ("name", "event"), f"{path}:{call.lineno}"
 
@@ -70,10 +74,9 @@ def test_every_exit_code_has_a_meaning():
 def test_commands_exit_with_a_code_of_the_table():
     """A number in place of an ExitCode is one of the table; 1 is left to Python's own errors and killed helpers."""
     numbers = {int(code) for code in ExitCode}
-    for path, tree in SITES.items():
+    for path, call in calls():
         if "cli" not in path.parts and "runs" not in path.parts:
             continue
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
-            if name in ("Exit", "exit") and call.args and isinstance(call.args[0], ast.Constant):
-                assert call.args[0].value in numbers, f"{path}:{call.lineno}"
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+        if name in ("Exit", "exit") and call.args and isinstance(call.args[0], ast.Constant):
+            assert call.args[0].value in numbers, f"{path}:{call.lineno}"

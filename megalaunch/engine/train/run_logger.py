@@ -17,6 +17,7 @@ from megalaunch.fs import sync_file, write_file_atomically
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.expert_load import append_expert_load, truncate_expert_load
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
+from megalaunch.rundir.metrics import with_time
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
@@ -78,12 +79,12 @@ class RunLogger:
     ) -> None:
         """Append the metrics line of a step; arguments of `step_metrics`."""
         line = step_metrics(step, result, total_tokens, seconds, memory_bytes, waited)
-        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
+        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, with_time(line)))
 
     def left_out(self, step: int, total_tokens: int) -> None:
         """Append the metrics line of a step whose batch is left out: it has no loss."""
         line = {"step": step, "left_out": True, "tokens": total_tokens}
-        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
+        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, with_time(line)))
 
     def expert_load(self, step: int, layers: Sequence[int], counts_LE: Tensor) -> None:
         """Append the tokens sent to each expert of these layers in a step."""
@@ -93,7 +94,7 @@ class RunLogger:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics line of a validation or of an evaluation of tasks (keys: rundir/metrics.py)."""
         line = {"step": step, **values}
-        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
+        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, with_time(line)))
 
     def sample(self, text: str) -> None:
         """Write the text that the final model generated. A failure is only logged, since training is complete."""

@@ -24,6 +24,7 @@ from megalaunch.launch.trackers.figures import event_figures, step_figures
 from megalaunch.launch.trackers.process import END
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.spec_file import read_spec
 
@@ -43,17 +44,19 @@ class Feed:
         self._state = directory.trackers / f"{name}.json"
         stored = self._read_state()
         self._run_id: str | None = stored.get("run_id")
-        self._sent = {"step": int(stored.get("step", 0)), "validation": int(stored.get("validation", 0))}
+        self._sent = {kind: int(stored.get(kind, 0)) for kind in ("step", "validation", "tasks")}
+        self._events_sent = int(stored.get("events", 0))
         self._tracker: Tracker | None = None
+        self._holds = False  # the tracker holds what has not been flushed
         self._metrics, self._events = JsonlTail(directory.metrics), JsonlTail(directory.events)
         self._waiting: list[tuple[str, Record]] = []
-        self._step = self._restarts = 0
+        self._step, self._events_read, self._restarts = self._sent["step"], 0, 0
         self._pause, self._retry_at, self._told = FIRST_PAUSE, 0.0, False
 
     def send_new(self, last: bool = False) -> None:
         """Send what has been appended. `last`: now, even if the pause after a failure is not over."""
         self._read()
-        if not self._waiting or (time.monotonic() < self._retry_at and not last):
+        if not (self._waiting or self._holds) or (time.monotonic() < self._retry_at and not last):
             return
         try:
             if self._tracker is None:
@@ -62,6 +65,9 @@ class Feed:
             while self._waiting:
                 self._send(self._tracker, *self._waiting[0])
                 del self._waiting[0]
+                self._holds = True
+            self._tracker.flush()
+            self._holds = False
             self._write_state()
             self._pause = FIRST_PAUSE
         except Exception as error:  # of any package, of a network, of a disk: training goes on without it
@@ -75,6 +81,7 @@ class Feed:
         if self._tracker is not None:
             try:
                 self._tracker.finish()
+                self._write_state()
             except Exception as error:
                 self._tell(error)
 
@@ -82,23 +89,33 @@ class Feed:
         metrics, rewritten = self._metrics.read_new()
         if rewritten:  # steps after a checkpoint are trained again: those that were sent are not sent twice
             self._waiting = [waiting for waiting in self._waiting if waiting[0] == "event"]
+        new = []
         for record in metrics:
-            kind = "validation" if "validation_loss" in record else "step"
+            kind = "validation" if is_validation(record) else "tasks" if is_task_evaluation(record) else "step"
             if isinstance(step := record.get("step"), int) and step > self._sent[kind]:
-                self._waiting.append((kind, record))
-        self._waiting += [("event", record) for record in self._events.read_new()[0]]
+                new.append((kind, record))
+        for record in self._events.read_new()[0]:
+            self._events_read += 1
+            if self._events_read > self._events_sent:
+                new.append(("event", record))
+            else:
+                self._restarts += record.get("event") == "restart"
+        self._waiting += sorted(new, key=lambda each: float(each[1].get("time", 0.0)))
 
     def _send(self, tracker: Tracker, kind: str, record: Record) -> None:
         step = int(record["step"]) if kind != "event" else self._step
         if kind == "event":
-            self._restarts += record.get("event") == "restart"
-            figures = event_figures(record, self._restarts)
+            restarts = self._restarts + (record.get("event") == "restart")
+            figures = event_figures(record, restarts)
         else:
             figures = step_figures(record, self._spec, self._scale)
             self._step = max(self._step, step)
         if figures:
             tracker.log(figures, step, float(record.get("time", time.time())))
-        if kind != "event":
+        if kind == "event":
+            tracker.log_event(record)
+            self._restarts, self._events_sent = restarts, self._events_sent + 1
+        else:
             self._sent[kind] = max(self._sent[kind], step)
 
     def _tell(self, error: Exception) -> None:
@@ -122,7 +139,7 @@ class Feed:
         return stored if isinstance(stored, dict) else {}
 
     def _write_state(self) -> None:
-        state = json.dumps({"run_id": self._run_id, **self._sent})
+        state = json.dumps({"run_id": self._run_id, **self._sent, "events": self._events_sent})
         write_file_atomically(self._state, state + "\n", sync=False)
 
 

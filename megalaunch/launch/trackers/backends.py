@@ -1,4 +1,4 @@
-"""The trackers themselves, by their own packages: TensorBoard, Weights & Biases, MLflow; and a Prometheus textfile.
+"""Trackers by their own packages: TensorBoard, Weights & Biases, MLflow, OpenTelemetry; and a Prometheus textfile.
 
 Keys and addresses come from the environment, as these packages read it; none is in the spec or in a log. Without an
 address or a key a tracker writes into the run directory.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalaunch.fs import make_directory, write_file_atomically
+from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 from megalaunch.schema.build import leaves
@@ -20,7 +21,7 @@ from megalaunch.schema.paths import value_at
 
 
 class Tracker(Protocol):
-    """A tracker. Any method may raise any exception of its package.
+    """A tracker. Any method may raise any exception of its package, and is called again with the same record.
 
     Attributes:
         run_id: Identifies the run there; a later launch continues the same run.
@@ -31,17 +32,27 @@ class Tracker(Protocol):
     def log(self, figures: dict[str, float], step: int, seconds: float) -> None:
         """Log the figures of a step; `seconds` is the time since 1970."""
 
+    def log_event(self, record: Record) -> None:
+        """Log an event of events.jsonl, for trackers that show more than figures."""
+
+    def flush(self) -> None:
+        """Send what a tracker holds back."""
+
     def finish(self) -> None:
         """Send what is left, and end."""
 
 
 def open_tracker(name: str, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> Tracker:
     """Open a tracker by its name in `logging.trackers`, or "prometheus"; `run_id` is that of an earlier launch."""
+    if name == "opentelemetry":  # its module imports the package
+        from megalaunch.launch.trackers.spans import OpenTelemetryTracker
+
+        return OpenTelemetryTracker(spec, directory, run_id)
     tracker: Tracker = _TRACKERS[name](spec, directory, run_id)
     return tracker
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files in `tensorboard/`, which `tensorboard --logdir` shows."""
 
     def __init__(self, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> None:
@@ -64,7 +75,7 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run of Weights & Biases: online with a key (WANDB_API_KEY, `wandb login`), else offline below `trackers/`."""
 
     def __init__(self, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> None:
@@ -94,7 +105,7 @@ class WandbTracker:
         self._run.finish()
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A run of MLflow: on the server of MLFLOW_TRACKING_URI, else in a database below `trackers/`."""
 
     def __init__(self, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> None:
@@ -129,7 +140,7 @@ class MlflowTracker:
         self._client.set_terminated(self.run_id)
 
 
-class PrometheusTextfile:
+class PrometheusTextfile(Tracker):
     """The newest figures in a file for node_exporter's textfile collector, replaced atomically."""
 
     def __init__(self, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> None:

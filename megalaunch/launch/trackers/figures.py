@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megalaunch.launch.run_state import ThroughputBasis, number
 from megalaunch.plan.batch import mean_batch_share
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.metrics import VALIDATION_LOSS, is_task_evaluation, is_validation
 from megalaunch.schema import RunSpec
 
 _NAMES = {
@@ -17,20 +18,23 @@ _NAMES = {
     "tokens": "train/tokens",
     "loss_scale": "train/loss_scale",
     "skipped_steps": "train/skipped_steps",
-    "validation_loss": "validation/loss",
     "tokens_per_second": "speed/tokens_per_second",
     "step_seconds": "time/step_seconds",
     "data_seconds": "time/data_seconds",
     "memory_bytes": "memory/peak_bytes",
 }
-"""Figures by the key of a metrics record; `moe_...` and `mtp_...` are named after their keys."""
+"""Figures by the key of a metrics record; those of validations, tasks, `moe_...` and `mtp_...` are named after it."""
 
 
 def step_figures(record: Record, spec: RunSpec, scale: ThroughputBasis) -> dict[str, float]:
     """Return the figures of a metrics record: numbers that are finite; MFU where the chip's peak is known."""
     figures: dict[str, float] = {}
     for key, value in record.items():
-        if key.startswith(("moe_", "mtp_")):
+        if is_validation({key: value}):
+            figures |= dict(_by_layer(key.replace(VALIDATION_LOSS, "validation/loss"), value))
+        elif is_task_evaluation({key: value}):
+            figures |= dict(_by_layer(key, value))
+        elif key.startswith(("moe_", "mtp_")):
             figures |= dict(_by_layer(f"{key[:3]}/{key[4:]}", value))
         elif key in _NAMES:
             figures |= dict(_by_layer(_NAMES[key], value))
