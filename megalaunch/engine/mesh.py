@@ -46,12 +46,20 @@ class Mesh:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that `fully_shard` takes: (dp_shard), or (dp_replicate, dp_shard) for HSDP."""
+        """The mesh that `fully_shard` takes: (dp_shard), or (dp_replicate, dp_shard) for HSDP.
+
+        With outer steps each replica has a mesh of its own: gradients are not reduced over replicas.
+        """
         return (
             self.world_mesh["dp_replicate", "dp_shard"]
-            if self.topology.dp_replicate > 1
+            if self.topology.gradient_group.dp_replicate > 1
             else self.world_mesh["dp_shard"]
         )
+
+    @cached_property
+    def replicas(self) -> Axis:
+        """The axis of the replicas of the model; without sharding every data-parallel rank is one."""
+        return Axis.from_mesh(self.world_mesh, "dp_replicate")
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:

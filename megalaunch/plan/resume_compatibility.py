@@ -57,6 +57,9 @@ CHANGEABLE = (
 )
 """Keys, or sections, that a rerun may change; a change of any other key is an error."""
 
+_REPLICAS_APART = ("parallel.outer_steps", "parallel.outer_lr", "parallel.outer_momentum")
+"""The only keys of section parallel that a rerun may not change: they are hyperparameters."""
+
 _PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
 """Keys that the launcher sets when it prepares data.corpus or data.sft_data; it makes their paths absolute."""
 
@@ -113,7 +116,7 @@ def differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]
 
 
 def _changeable(path: str) -> bool:
-    return path not in _BEGINNINGS and any(
+    return path not in (*_BEGINNINGS, *_REPLICAS_APART) and any(
         path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE
     )
 

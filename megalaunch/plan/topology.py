@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalaunch.plan.stage_validation import V_SCHEDULES
 from megalaunch.plan.world import (
@@ -85,6 +85,7 @@ class Topology:
         hierarchical_context_parallel_sizes: the (inner, outer) sizes of cp, if hierarchical.
         dynamic_context_parallel: documents are assigned to context-parallel ranks by their length.
         has_experts: the model is a mixture of experts.
+        outer_steps: steps after which replicas average what they learned apart; 0: they reduce gradients every step.
     """
 
     tp: int
@@ -105,6 +106,7 @@ class Topology:
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     dynamic_context_parallel: bool = False
     has_experts: bool = False
+    outer_steps: int = 0
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> Topology:
@@ -149,7 +151,13 @@ class Topology:
             hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
             dynamic_context_parallel=p.dynamic_context_parallel and p.cp > 1,
             has_experts=has_experts,
+            outer_steps=p.outer_steps,
         )
+
+    @property
+    def gradient_group(self) -> Topology:
+        """The topology of the ranks that reduce gradients in a step: with outer steps those of one replica."""
+        return self if not self.outer_steps else replace(self, dp=self.dp_shard, dp_replicate=1)
 
     @property
     def has_expert_mesh(self) -> bool:

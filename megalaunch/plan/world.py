@@ -27,6 +27,14 @@ def world_size(cluster: ClusterSpec) -> int | None:
     return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
 
 
+def site_size(cluster: ClusterSpec) -> int | None:
+    """Return the devices of one of several sites; None with one site, or if the sites have no equal number of nodes."""
+    nodes = cluster.nodes if isinstance(cluster.nodes, int) else None
+    per_node = cluster.devices_per_node
+    per_site = None if cluster.sites == 1 else exact_quotient(nodes, cluster.sites)
+    return per_site * per_node if per_site is not None and isinstance(per_node, int) else None
+
+
 def resolved_world_size(cluster: ClusterSpec) -> int:
     """Return the world size of a resolved spec. Raises ValueError while it is open."""
     world = world_size(cluster)

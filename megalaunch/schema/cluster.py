@@ -32,6 +32,17 @@ class ClusterSpec:
         "GB/s",
         minimum=0,
     )
+    node_latency: float = setting(0.0, "Latency of a message between two nodes.", "microseconds", minimum=0)
+    sites: int = setting(
+        1, "Sites joined by slow links, with equally many nodes each, in the order of their ranks.", minimum=1
+    )
+    site_bandwidth: float | None = setting(
+        None,
+        "Bandwidth of all devices of a site together to other sites; null: as between its nodes.",
+        "GB/s",
+        minimum=0,
+    )
+    site_latency: float = setting(0.0, "Latency of a message between two sites.", "milliseconds", minimum=0)
     cpu_workers: int = setting(
         2, "Workers on a machine without accelerators when parallel.dp is not set.", minimum=1, maximum=4096
     )

@@ -30,6 +30,17 @@ class ParallelSpec:
         "optim", "Sharded over data-parallel ranks: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
     )
     dp_replicate: int = setting(1, "Replicas of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
+    outer_steps: int = setting(
+        0,
+        "Local SGD and DiLoCo: replicas train apart for this many steps, then an outer step averages what they "
+        "learned; 0: gradients are all-reduced over replicas in every step.",
+        "steps",
+        minimum=0,
+    )
+    outer_lr: float = setting(0.7, "Learning rate of outer steps; 1 without momentum: plain averaging.", minimum=0)
+    outer_momentum: float = setting(
+        0.9, "Nesterov momentum of outer steps; 0: none, and no memory for it.", minimum=0, maximum=1
+    )
     schedule: Schedule = setting("auto", "Pipeline schedule; auto: interleaved if vpp > 1, else 1f1b.")
     pipeline_layout: str | None = setting(
         None,
@@ -62,6 +73,12 @@ class ParallelSpec:
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = setting(
         "alltoall", "Token dispatcher: how tokens are sent to their experts; flex: by DeepEP."
+    )
+    moe_load_imbalance: float = setting(
+        1.0,
+        "Planner only: tokens of the busiest expert-parallel rank over the mean of all, assumed for every layer; 1: "
+        "balanced.",
+        minimum=1,
     )
     overlap_grad_reduce: bool = setting(True, "Overlap gradient reduction with the backward pass.")
     overlap_param_gather: bool = setting(

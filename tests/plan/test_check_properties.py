@@ -7,7 +7,7 @@ from typing import Literal, Union, get_args, get_origin
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_specs import H100_NODE, LAPTOP, resolved
+from made_specs import H100_NODE, LAPTOP, composed
 
 from megalaunch.config.compose import Origin
 from megalaunch.config.keys import schema_keys
@@ -22,10 +22,7 @@ from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, SpecError, SpecProblem, with_values
 from megalaunch.schema.paths import value_at
 
-BASE = {
-    name: resolved(f"recipe={name}", "data.corpus=x")[1].spec
-    for name in ("tiny", "llama3_8b", "mixtral_8x7b", "deepseek_v3")
-}
+RECIPES = ("tiny", "llama3_8b", "mixtral_8x7b", "deepseek_v3")
 DEGREES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5, 8, 16, 64, 10**9])
 LIKELY = {
     "parallel.tp": DEGREES,
@@ -51,6 +48,11 @@ TEXTS = st.sampled_from(["", "x", "a,b", "2 x", "\0", "0"])
 NUMBERS = [0, 1, 2, 3, 4, 7, 8, 16, 32, 64, 126, 4096, 10**9]
 
 
+def _base(recipe):
+    """The spec of a recipe before it is resolved."""
+    return composed(f"recipe={recipe}", "data.corpus=x").spec
+
+
 def values_of(annotation, limits):
     """Values of a type of the schema, within the limits of its key."""
     if annotation is type(None):
@@ -74,7 +76,7 @@ VALUES = {path: LIKELY.get(path, values_of(key.annotation, key.field.metadata)) 
 LAYOUT = [path for path in VALUES if path.startswith(("parallel.", "cluster.", "batch."))]
 MORE_MACHINES = ("launcher.multi_node", "cluster.nodes")  # says how to start the nodes that a fix adds
 SPECS = st.tuples(
-    st.sampled_from(sorted(BASE)),
+    st.sampled_from(sorted(RECIPES)),
     st.tuples(
         st.lists(st.sampled_from(LAYOUT), max_size=4, unique=True),
         st.lists(st.sampled_from(sorted(VALUES)), max_size=5, unique=True),
@@ -110,7 +112,7 @@ def value_of(override: str):
 @given(SPECS, MACHINES, st.sampled_from(["validate", "train"]))
 def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purpose):
     recipe, values = drawn
-    asked = with_values(BASE[recipe], values)
+    asked = with_values(_base(recipe), values)
     spec = resolve(asked, machine, recipe).spec
     findings = check(spec, origins_of(asked), purpose, machine)
     known = {(f.rule, f.path) for f in findings if f.severity != "note"}
@@ -138,7 +140,7 @@ def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purp
 @given(SPECS)
 def test_a_spec_that_was_never_resolved_does_not_break_the_checker(drawn):
     recipe, values = drawn
-    spec = with_values(BASE[recipe], values)
+    spec = with_values(_base(recipe), values)
     check(spec)
     check(replace(spec, parallel=replace(spec.parallel, dp=2)), None, "train")
 
@@ -153,7 +155,7 @@ def test_a_spec_that_was_never_resolved_does_not_break_the_checker(drawn):
 )
 def test_values_of_any_type_are_taken_or_refused(values):
     try:
-        spec = with_values(BASE["tiny"], values)
+        spec = with_values(_base("tiny"), values)
     except SpecError:
         return
     check(resolve(spec, LAPTOP, "tiny").spec)

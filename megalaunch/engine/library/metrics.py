@@ -11,6 +11,7 @@ from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.train.step_metrics import step_metrics
 from megalaunch.engine.train.train_step import StepResult
 from megalaunch.rundir.jsonl import append_line
+from megalaunch.rundir.metrics import with_time
 
 
 class MetricsWriter:
@@ -41,7 +42,7 @@ class MetricsWriter:
         seconds, self._last = now - self._last, now
         self._tokens += result.tokens
         memory = platform_of(self._mesh.device).max_memory_allocated(self._mesh.device)
-        line = step_metrics(step, result, self._tokens, seconds, memory, data_seconds)
+        line = with_time(step_metrics(step, result, self._tokens, seconds, memory, data_seconds))
         if self._mesh.rank == 0:
             append_line(self._path, line)
         return line

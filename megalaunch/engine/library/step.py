@@ -63,6 +63,7 @@ def _require_plain_step(spec: RunSpec) -> None:
     settings = {
         f"precision.compute_dtype={precision.compute_dtype}": precision.compute_dtype in ("fp16", "fp8"),
         "batch.rampup_batch_size": spec.batch.rampup_batch_size is not None,
+        f"parallel.outer_steps={spec.parallel.outer_steps}": spec.parallel.outer_steps > 0,
         "model.moe.balance_bias": moe.balance_bias,
         "model.moe.balance_loss=global": moe.num_experts is not None and moe.balance_loss == "global",
     }

@@ -13,6 +13,7 @@ from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.host_memory import HostCopies, PinnedHostCopies, choose_offloaded
 from megalaunch.engine.optimizer.muon import Muon
+from megalaunch.engine.optimizer.outer_optimizer import OuterOptimizer
 from megalaunch.engine.optimizer.update_rules import SGD, AdamW, Lion, ParameterState, Update, UpdateRule
 from megalaunch.engine.precision.policy import compute_dtype, moment_dtype
 from megalaunch.kernels.overridable import build_for
@@ -38,11 +39,18 @@ class Optimizer:
 
     Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts. The states of a fraction
     of the parameters may be in host memory (`optimizer_offload_fraction`), copied by `host` (None: as the device does).
+    `outer` makes the outer steps of `parallel.outer_steps`; `build_optimizer` gives it.
     """
 
     def __init__(
-        self, model: ModelParts, spec: OptimizerSpec, precision: PrecisionSpec, host: HostCopies | None = None
+        self,
+        model: ModelParts,
+        spec: OptimizerSpec,
+        precision: PrecisionSpec,
+        host: HostCopies | None = None,
+        outer: OuterOptimizer | None = None,
     ) -> None:
+        self.outer = outer
         self._model, self._parameters = model, dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
         self._state_dtype = moment_dtype(precision)

@@ -26,6 +26,7 @@ from megalaunch.engine.checkpoint.store import load_checkpoint, prune_checkpoint
 from megalaunch.engine.model.decoder import strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.optimizer.outer_optimizer import saved_replicas
 from megalaunch.engine.parallel.float8 import float8_states, restore_float8
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.expert_load import router_states
@@ -35,6 +36,7 @@ from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.fs import write_file_atomically
 from megalaunch.plan.overrides import override_changes
 from megalaunch.rundir.checkpoint.contents import JSON, ORIGIN, OVERRIDES, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -172,11 +174,15 @@ class Checkpointer:
 def state_tensors(model: ModelParts, optimizer: Optimizer) -> Mapping[str, Tensor]:
     """Return weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`): global shapes, sharing memory.
 
-    Weights include the buffers of the model, which have no moments. Routers may have a state of their own.
+    Weights include the buffers of the model, which have no moments. Routers may have a state of their own. With outer
+    steps (`parallel.outer_steps`) the weights are the outer ones, and each replica has moments of its own.
     """
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
-    buffers = {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
-    return {**weights, **buffers, **optimizer.states(), **router_states(model), **float8_states(model)}
+    weights |= {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
+    states = optimizer.states()
+    if optimizer.outer is not None:
+        return optimizer.outer.saved_tensors(WEIGHTS, weights, states)
+    return {**weights, **states, **router_states(model), **float8_states(model)}
 
 
 def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:
@@ -283,6 +289,7 @@ def save_state(
 
 def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: Optimizer) -> TrainProgress:
     """Load model and optimizer in place; return the progress. Collective; raises one CheckpointError on all ranks."""
+    _match_replicas(checkpoint, optimizer)
     tensors = state_tensors(model, optimizer)
     load_checkpoint(checkpoint, tensors, _saved_shapes(tensors, spec))
     document = run_on_rank0(lambda: read_document(checkpoint, POSITION))
@@ -293,6 +300,25 @@ def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer:
     optimizer.set_step(position.num_updates)
     restore_float8(model)
     return position
+
+
+def _match_replicas(checkpoint: Path, optimizer: Optimizer) -> None:
+    """Prepare the outer steps for a checkpoint; raise CheckpointError if it has the states of other replicas."""
+    saved, in_round = run_on_rank0(lambda: saved_replicas(read_tensor_index(checkpoint), WEIGHTS))
+    outer = optimizer.outer
+    replicas = 0 if outer is None else outer.replicas
+    if saved != replicas:
+        raise CheckpointError(
+            f"{checkpoint} holds optimizer states of {_describe_replicas(saved)}, the run has "
+            f"{_describe_replicas(replicas)}: continue with the replicas that saved it, or begin a new run with its "
+            "weights (checkpoint.load_pretrained)"
+        )
+    if outer is not None:
+        outer.in_round = in_round
+
+
+def _describe_replicas(count: int) -> str:
+    return f"{count} replicas that train apart (parallel.outer_steps)" if count else "no replicas that train apart"
 
 
 def changed_overrides(checkpoint: Path, spec: RunSpec) -> list[str]:

@@ -13,8 +13,9 @@ Reduction over the FSDP mesh (dp and cp ranks), by `parallel.data_sharding` (`en
   less memory for gradients, and M times as many reduce-scatters.
 
 The reduction is a reduce-scatter over the shard axis, followed by an all-reduce over the replicas (`dp_replicate`;
-under `no_shard` all data-parallel ranks are replicas). The all-reduce runs once a step, whatever the strategy. With
-`parallel.overlap_grad_reduce` the reduction overlaps with the backward pass; without it, it runs after the pass.
+under `no_shard` all data-parallel ranks are replicas). The all-reduce runs once a step, whatever the strategy, and
+never with `parallel.outer_steps`. With `parallel.overlap_grad_reduce` the reduction overlaps with the backward pass;
+without it, it runs after the pass.
 A pipeline reduces the gradients of each stage once a step, after the stage's last backward pass, whatever the strategy.
 Gradients that are partial over tp or pipeline stages are summed later, by `finalize_grads`.
 """
@@ -51,7 +52,7 @@ from megalaunch.schema.parallel import ParallelSpec
 class ForwardBackward(Protocol):
     """The forward and backward passes of a training step and of a validation. Every method is collective."""
 
-    def train(self, batch: StepBatch, total_tokens: int, mtp_tokens: Sequence[int] = ()) -> Tensor:
+    def train(self, batch: StepBatch, total_tokens: float, mtp_tokens: Sequence[float] = ()) -> Tensor:
         """Accumulate the gradients of all M microbatches.
 
         Args:
@@ -129,7 +130,7 @@ class SingleStage:
     loss: TrainingLoss
     seed: int
 
-    def train(self, batch: StepBatch, total_tokens: int, mtp_tokens: Sequence[int] = ()) -> Tensor:
+    def train(self, batch: StepBatch, total_tokens: float, mtp_tokens: Sequence[float] = ()) -> Tensor:
         """Run forward and backward of one microbatch after the other; reduce gradients when they are due."""
         losses = []
         for number, microbatch in enumerate(batch.microbatches, start=1):
@@ -185,7 +186,7 @@ class PipelineForwardBackward:
     loss: TrainingLoss
     seed: int
 
-    def train(self, batch: StepBatch, total_tokens: int, mtp_tokens: Sequence[int] = ()) -> Tensor:
+    def train(self, batch: StepBatch, total_tokens: float, mtp_tokens: Sequence[float] = ()) -> Tensor:
         """Run all microbatches by the pipeline schedule; returns zeros on all stages but the last."""
         joined = MicroBatch.concat(batch.microbatches)
         inputs: dict[str, Tensor | bool] = {**joined.inputs, "logits": self.loss.takes_logits}

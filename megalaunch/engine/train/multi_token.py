@@ -51,7 +51,7 @@ class TrainingLoss:
         """
         return self.token_loss.takes_logits and not self.token_loss.model.config.mtp_layers
 
-    def __call__(self, output: Tensor, labels_BDS: Tensor, total_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: Tensor, labels_BDS: Tensor, total_tokens: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Return this microbatch's share of the scaled loss, and of each part: unscaled, without gradient, [1 + D].
 
         Args:
@@ -63,7 +63,7 @@ class TrainingLoss:
         apply = self.token_loss if self.takes_logits else self.token_loss.from_hidden
         outputs = output.chunk(1 + depths) if depths else (output,)
         parts = [
-            apply(each, labels_BDS[:, number]) / max(tokens, 1)
+            apply(each, labels_BDS[:, number]) / (tokens or 1)
             for number, (each, tokens) in enumerate(zip(outputs, total_tokens, strict=True))
         ]
         loss = parts[0]

@@ -7,6 +7,10 @@ In fp16 gradients that are not finite skip the update, and so does a norm above 
 ranks alike, as the norm is that of all ranks. As in Megatron-LM a skipped step advances data, tokens and steps, and the
 routers' loads and biases, which depend on the forward pass alone; it does not advance the learning rate schedule and
 the optimizer's number of updates. A bad step (`bad_steps.py`) ends before its update.
+
+With `parallel.outer_steps` the R replicas share no gradients, but agree on everything else. Each divides its losses by
+1 / R of the global number of tokens, so that the mean of their gradients is the gradient of the mean token loss. Loss
+and gradient norm of a step, the largest of the replicas', judge it for all of them; each clips its own gradients.
 """
 
 from __future__ import annotations
@@ -102,15 +106,25 @@ class TrainStep:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._forward_backward, self._samples, self._observer = forward_backward, samples, observer
         self._history = history or LossHistory(spec.train)
+        self._outer = optimizer.outer
+        if spec.parallel.outer_steps and self._outer is None:
+            raise ValueError(
+                f"parallel.outer_steps={spec.parallel.outer_steps}, but the optimizer makes no outer steps: build it "
+                "with megalaunch.engine.optimizer.build.build_optimizer(spec, mesh, model)"
+            )
+        self._replicas = 1 if self._outer is None else self._outer.replicas  # those that share no gradients
         self.set_updates(updates or UpdateState())
 
     def set_updates(self, updates: UpdateState) -> None:
         """Go on with the state of the updates at another step."""
         self._updates = updates.with_scale(self._spec.precision)
 
-    def leave_out(self) -> UpdateState:
-        """Count a step whose batch is left out; return the state for the next step."""
+    def leave_out(self, step: int) -> UpdateState:
+        """Count a step whose batch is left out; return the state for the next step. Collective: it may end a round."""
         self._updates = replace(self._updates, skipped_steps=self._updates.skipped_steps + 1)
+        if self._outer is not None:
+            self._outer.begin_round()
+            self._outer.step_if_due(step)
         return self._updates
 
     def run(
@@ -135,7 +149,8 @@ class TrainStep:
         mine = [0] * (1 + self._spec.model.mtp.num_layers)
         if is_loss_rank and problem is None:
             mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
-        tokens, *mtp_tokens = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
+        total, *mtp_totals = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
+        tokens, mtp_tokens = total / self._replicas, [each / self._replicas for each in mtp_totals]
         updates, limits = self._updates, self._spec.precision.loss_scale
         self._set_up_model(step)
         with self._observer.phase_scope("forward"):
@@ -143,15 +158,15 @@ class TrainStep:
         end_float8_step(self._model, self._mesh)
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, bool(self._spec.parallel.sequence_parallel))
-        squared_norm = local_grad_norm_sq(self._optimizer.parameters)
+        squared_norms = self._in_own_place(local_grad_norm_sq(self._optimizer.parameters))
         sums = take_expert_sums(self._model, self._mesh.device)
-        stats = reduce_step_stats(losses.sum(0) * float(is_loss_rank), squared_norm, received, sums)
+        stats = reduce_step_stats(losses.sum(0) * (is_loss_rank / self._replicas), squared_norms, received, sums)
         stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
         overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
         self._require_good(step, batch, (tokens, mtp_tokens), losses, stats, overflowed)
         skipped = overflowed or stats.grad_norm > (self._spec.optimizer.skip_step_grad_norm or math.inf)
         rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
-        self._update(rate, embedding_lr, stats.grad_norm, skipped=skipped)
+        self._update(step, (rate, embedding_lr), stats, skipped=skipped)
         self._updates = updates.after(limits, skipped=skipped, overflowed=overflowed)
         experts = counts = None
         if stats.expert_sums is not None and stats.expert_sums_on_host is not None:
@@ -163,7 +178,7 @@ class TrainStep:
             stats.loss,
             stats.grad_norm,
             rate,
-            tokens,
+            total,
             stats.stop,
             experts,
             stats.mtp_losses,
@@ -173,11 +188,24 @@ class TrainStep:
             self._updates,
         )
 
+    @property
+    def _replica(self) -> int:
+        """Index of this rank's replica among those that share no gradients."""
+        return 0 if self._outer is None else self._outer.replica
+
+    def _in_own_place(self, value: Tensor) -> Tensor:
+        """Return a scalar of this rank at the index of its replica, zeros elsewhere: [replicas]."""
+        return torch.cat(
+            [value.view(1) if index == self._replica else value.new_zeros(1) for index in range(self._replicas)]
+        )
+
     def _set_up_model(self, step: int) -> None:
         """Set what the modules of the model read or draw from in this step."""
         self._set_loss_factors(step)
         self._seed_generators(step)
         begin_float8_step(self._model)
+        if self._outer is not None:
+            self._outer.begin_round()
 
     def _seed_generators(self, step: int) -> None:
         """Seed torch's generators for modules of a library user, so that a step draws the same after a restart.
@@ -199,14 +227,18 @@ class TrainStep:
             samples = len(samples_of_step(self._spec, step))
             self._forward_backward.set_microbatches(samples // (batch.micro_batch_size or 1))
 
-    def _update(self, rate: float, embedding_lr: float | None, norm: float, *, skipped: bool) -> None:
-        """Update the parameters with clipped, unscaled gradients; a skipped step drops the gradients."""
+    def _update(self, step: int, rates: tuple[float, float | None], stats: StepReduction, *, skipped: bool) -> None:
+        """Update the parameters with clipped, unscaled gradients; a skipped step drops them. Then end a round."""
         if skipped:
             self._optimizer.drop_grads()
-            return
-        divisor = clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor
-        self._optimizer.step(rate, divisor, embedding_lr)
-        update_float8_scales(self._model)
+        else:
+            rate, embedding_lr = rates
+            norm = stats.replica_norms[self._replica] / self._updates.factor
+            divisor = clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor
+            self._optimizer.step(rate, divisor, embedding_lr)
+            update_float8_scales(self._model)
+        if self._outer is not None:
+            self._outer.step_if_due(step)
 
     def _learning_rates(self, update: int) -> tuple[float, float | None]:
         """Return the learning rate of an update, and that of embedding and head if they have one of their own."""
@@ -220,7 +252,7 @@ class TrainStep:
         self,
         step: int,
         batch: StepBatch,
-        counts: tuple[int, list[int]],
+        counts: tuple[float, list[float]],
         losses: Tensor,
         stats: StepReduction,
         overflowed: bool,
@@ -240,7 +272,7 @@ class TrainStep:
             ending = RunEnd(ending.exit_code, f"{ending.reason}; {again}", ending.step, ending.details)
         self._refuse(ending, stats.stop)
 
-    def _rerun(self, batch: StepBatch, counts: tuple[int, list[int]], losses: Tensor) -> str:
+    def _rerun(self, batch: StepBatch, counts: tuple[float, list[float]], losses: Tensor) -> str:
         """Compute the losses of a bad step again; return which ranks got others. Collective.
 
         Differences of kernels that are not deterministic are far below the tolerance.

@@ -23,6 +23,7 @@ from megalaunch.engine.measure.step_profiler import StepProfiler
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.build import build_optimizer
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.platform.registry import platform_of
@@ -92,7 +93,7 @@ def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
         mesh,
         model,
         make_forward_backward(spec, mesh, model),
-        Optimizer(model, spec.optimizer, spec.precision),
+        build_optimizer(spec, mesh, model),
         training,
         validation,
         validation_sets,
@@ -323,7 +324,7 @@ class Trainer:
 
     def _leave_out(self, number: int, step: TrainStep) -> None:
         """Count a step without reading its batch."""
-        self._progress = replace(self._progress, step=number, updates=step.leave_out())
+        self._progress = replace(self._progress, step=number, updates=step.leave_out(number))
         self._record.left_out(number, self._progress.tokens)
 
     def _handle_bad_step(self, bad: BadStep, number: int, step: TrainStep) -> None:

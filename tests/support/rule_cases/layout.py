@@ -22,6 +22,26 @@ CASES = {
     "parallel.dp_replicate_by_expert_dp": Case("parallel=ep4hsdp4", "parallel=ep4hsdp2", EXPERTS),
     "parallel.dp_replicate_needs_sharding": Case("parallel=dp4hsdp2zero0", "parallel=dp4hsdp2zero2"),
     "parallel.dp_replicate_leaves_shards": Case("parallel=dp4hsdp4", "parallel=dp4hsdp2"),
+    "parallel.outer_steps_need_replicas": Case(
+        "parallel=dp4 parallel.outer_steps=10", "parallel=dp4hsdp2 parallel.outer_steps=10"
+    ),
+    "parallel.outer_steps_with": Case(
+        "parallel=dp2zero0 parallel.outer_steps=10 precision=fp16", "parallel=dp2zero0 parallel.outer_steps=10"
+    ),
+    "parallel.outer_steps_by_validation": Case(
+        "parallel=dp2zero0 parallel.outer_steps=8 train.validation_interval=20",
+        "parallel=dp2zero0 parallel.outer_steps=8 train.validation_interval=16",
+    ),
+    "parallel.outer_idle": Case(
+        "parallel=dp2zero0 parallel.outer_lr=0.5", "parallel=dp2zero0 parallel.outer_lr=0.5 parallel.outer_steps=10"
+    ),
+    "cluster.nodes_by_sites": Case("cluster.sites=3", "cluster.sites=2", TWO_MACHINES),
+    "cluster.replicas_by_sites": Case(
+        "cluster.sites=2 parallel=zero3", "cluster.sites=2 parallel=zero3hsdp2", TWO_MACHINES
+    ),
+    "cluster.site_link_idle": Case(
+        "cluster.site_latency=5", "cluster.site_latency=5 cluster.sites=2 parallel=zero3hsdp2", TWO_MACHINES
+    ),
     "parallel.tp_within_machine": Case(
         "parallel=tp4 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
         "parallel=tp2 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
