@@ -15,7 +15,7 @@ import inspect
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -44,6 +44,9 @@ FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 
 # The operator of `Tensor.item()`, to which a simulation gives a result.
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+# What a dispatch mode receives when the device of a fake tensor is read.
+READ_DEVICE = torch.ops.prim.device.default
 
 # The unpickler of object collectives, which the engine replaces by a restricted one: torch has no setting for it.
 ObjectUnpickler = distributed_c10d._unpickler
@@ -250,6 +253,12 @@ def make_fake_tensor_mode() -> FakeTensorMode:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def device_of_fake(tensor: Tensor) -> torch.device:
+    """Return the device that a fake tensor is said to be on, without an operator."""
+    device: torch.device = cast("FakeTensor", tensor).fake_device
+    return device
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -83,14 +84,19 @@ class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        kind = collective_kind(function)
-        if kind is not None:
-            ranks = _ranks(function, args)
-            if len(ranks) > 1:
-                call = CommKind(self._phase(kind, args), kind, ranks)
-                self._counts[call] += 1
-                self._bytes[call] += _largest(function, args, output)
+        self.after_operator(function, args, output)
         return output
+
+    def after_operator(self, function: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Count an operator if it is a collective; for those who run it in a dispatch mode of their own."""
+        kind = collective_kind(function)
+        if kind is None:
+            return
+        ranks = _ranks(function, args)
+        if len(ranks) > 1:
+            call = CommKind(self._phase(kind, args), kind, ranks)
+            self._counts[call] += 1
+            self._bytes[call] += _largest(function, args, output)
 
     def _phase(self, kind: str, args: tuple[Any, ...]) -> Phase:
         if kind in ("send", "receive") and self._phases.phase != "preparing":
@@ -98,6 +104,7 @@ class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._phases.phase
 
 
+@cache
 def collective_kind(function: Any) -> str | None:
     """Return the collective that an operator runs, such as "all-gather"; None if it is no collective."""
     if function.namespace not in _NAMESPACES:

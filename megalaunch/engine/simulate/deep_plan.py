@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
-from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.optimizer.build import build_optimizer
 from megalaunch.engine.parallel.activation_offload import offload_tensor
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
-from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh
+from megalaunch.engine.simulate.fake_world import fake_mesh
 from megalaunch.engine.simulate.gpu_ops import (
     CPU_KERNELS,
     GPU_KERNELS,
@@ -28,9 +29,10 @@ from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
+from megalaunch.engine.simulate.simulated_operators import SimulatedOperators
 from megalaunch.engine.simulate.steady_state import enough_microbatches
 from megalaunch.engine.simulate.step import (
-    even_row_counts,
+    busiest_row_counts,
     full_length_documents,
     make_batch,
     make_observed_step,
@@ -82,6 +84,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
     phases = PhaseTracker()
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
+        world.enter_context(_without_collections())
         world.enter_context(use_kernel_forms(GPU_KERNELS if on_gpu else CPU_KERNELS))
         parameters, computed, result = _steps(spec, mesh, modules, phases, on_gpu, world)
         names = GroupNames(topology, rank)
@@ -110,7 +113,7 @@ def _steps(
 ) -> tuple[int, int, _StepResult]:
     """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
     offload = NoCopyOffload if on_gpu else offload_tensor
-    readers = TensorReaders(full_length_documents, offload, even_row_counts)
+    readers = TensorReaders(full_length_documents, offload, busiest_row_counts(spec))
     model = parallelize_decoder(spec, mesh, phases, readers, modules)
     if on_gpu:
         use_gpu_reduce_scatter(model)
@@ -118,15 +121,17 @@ def _steps(
     tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
     collectives = CommTracker(phases)
     memory = MemoryTracker(phases, (-(-tokens // spec.train.loss_chunks), _local_vocab(spec, mesh)))
-    for mode in (make_fake_tensor_mode(), FakeScalarMode(), collectives, memory):
+    for mode in (make_fake_tensor_mode(), SimulatedOperators(collectives, memory)):
         world.enter_context(mode)
     world.enter_context(memory.tracking())
     materialize(model, mesh)
-    optimizer = Optimizer(model, spec.optimizer, spec.precision, NoHostCopies() if on_gpu else None)
+    optimizer = build_optimizer(spec, mesh, model, NoHostCopies() if on_gpu else None)
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)
     activations = stage_activations(spec, mesh.topology)
+
+    last_of_round = min(spec.parallel.outer_steps or 1, spec.train.steps)  # with an outer step, if there are any
 
     def run(microbatches: int) -> _StepResult:
         step = make_observed_step(spec, mesh, model, optimizer, phases, activations)
@@ -136,7 +141,7 @@ def _steps(
         collectives.clear()
         memory.begin()
         with phases.phase_scope("optimizer"):
-            step.run(1, batch, None)
+            step.run(last_of_round, batch, None)
         return _StepResult(memory.peak(), {one.call: (one.count, one.bytes) for one in collectives.traffic})
 
     total = mesh.topology.microbatches
@@ -147,6 +152,18 @@ def _steps(
             return parameters, fewer + group, _extrapolate(first, second, (total - fewer - group) // group)
         # The two peaks are at different points of the step, so growth is not linear yet: try more microbatches.
     return parameters, total, run(total)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage but between steps: searches amid a step take a fifth of its time, and find no tensors."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _per_microbatch_growth(fewer: _StepResult, more: _StepResult) -> dict[Kind, int]:

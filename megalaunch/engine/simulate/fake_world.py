@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megalaunch.engine.mesh import Mesh, make_mesh
-from megalaunch.engine.torch_private import READ_SCALAR, TorchDispatchMode, clear_dtensor_cache, init_fake_process_group
+from megalaunch.engine.torch_private import clear_dtensor_cache, init_fake_process_group
 from megalaunch.plan.topology import Topology
 
 
@@ -32,17 +31,3 @@ def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
     finally:
         dist.destroy_process_group()
         clear_dtensor_cache()
-
-
-class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which `.item()` returns 0: token counts, loss, gradient norm and error flags of fake tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is READ_SCALAR:
-            return 0
-        return function(*args, **(kwargs or {}))

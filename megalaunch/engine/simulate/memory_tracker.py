@@ -11,13 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.parallel.step_observer import Phase
 from megalaunch.engine.simulate.comm_tracker import collective_kind
 from megalaunch.engine.simulate.phase_tracker import SHOWN, PhaseTracker
 from megalaunch.engine.torch_private import (
-    TorchDispatchMode,
     around_dtensor_shape_inference,
     local_shard,
     observe_storage_resize,
@@ -63,14 +61,13 @@ class _Change:
     phase: Phase
 
 
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records the allocation and release of every storage while it is active.
+class MemoryTracker:
+    """Record the allocation and release of every storage that the operators of a step return.
 
     `logits`: (tokens, vocabulary shard) of a rank; a tensor of that many elements belongs to the loss.
     """
 
     def __init__(self, phases: PhaseTracker, logits: tuple[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._phases, self._logits = phases, logits
         self._live: dict[int, _Storage] = {}
         self._changes: list[_Change] = []
@@ -80,15 +77,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.after_phase: Callable[[], None] = lambda: None
         """Called before the first operation of a new phase."""
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor dispatches again, with its local tensors
+    def before_operator(self) -> None:
+        """Notice whether the next operator starts a new phase."""
+        if not self._is_paused:
+            self._notice_phase()
+
+    def after_operator(self, function: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Record the storages that an operator returned, or wrote if it is a collective."""
         if self._is_paused:
-            return function(*args, **(kwargs or {}))
-        self._notice_phase()
-        output = function(*args, **(kwargs or {}))
+            return
         is_collective = collective_kind(function) is not None
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -97,7 +94,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in tree_leaves(args):
                 if isinstance(leaf, Tensor):
                     self._storage(leaf).is_collective = True
-        return output
 
     def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
         """Set the kind of tensors, from their allocation on."""

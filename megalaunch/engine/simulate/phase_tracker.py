@@ -47,5 +47,8 @@ class PhaseTracker(StepObserver):
             self._p2p[storage_id(operation.tensor)] = phase
 
     def p2p_phase(self, tensor: Tensor) -> Phase:
-        """Return the phase of a tensor's send or receive; by default the current phase."""
-        return self._p2p.get(storage_id(tensor), self.phase)
+        """Return the phase of a tensor's send or receive, once: a later storage may have the same number.
+
+        By default it is the current phase.
+        """
+        return self._p2p.pop(storage_id(tensor), self.phase)

@@ -11,11 +11,13 @@ from megalaunch.data.samples.sample import EodPolicy, Sample
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.parallel.expert_parallel import RowCounts
 from megalaunch.engine.parallel.pipeline_stage import StageActivations
 from megalaunch.engine.parallel.step_observer import StepObserver
 from megalaunch.engine.train.dataloader import StepBatch, collate, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.schema import RunSpec
 
 
@@ -24,11 +26,25 @@ def full_length_documents(documents_BS: Tensor) -> tuple[int, ...]:
     return (documents_BS.shape[1],) * documents_BS.shape[0]
 
 
-def even_row_counts(counts: Tensor, total: int) -> list[list[int]]:
-    """Split the total evenly over ranks, for each row [parts, ranks]: fake tensors do not say how many there are."""
-    parts, ranks = counts.shape
+def busiest_row_counts(spec: RunSpec) -> RowCounts:
+    """Return what reads row counts for the busiest rank: fake tensors do not say how many there are.
+
+    It splits the given total evenly over ranks, and that of received rows (the last part) times the planned imbalance.
+    """
+    rows = ExpertRows.from_spec(spec)
+    imbalance = rows.arriving / rows.sent / (spec.parallel.etp or 1)
+
+    def split(counts: Tensor, total: int) -> list[list[int]]:
+        parts, ranks = counts.shape
+        received = round(total * imbalance)
+        return [*[_even_parts(total, ranks)] * (parts - 1), _even_parts(received, ranks)]
+
+    return split
+
+
+def _even_parts(total: int, ranks: int) -> list[int]:
     each, rest = divmod(total, ranks)
-    return [[each + (rank < rest) for rank in range(ranks)]] * parts
+    return [each + (rank < rest) for rank in range(ranks)]
 
 
 class ConstantDataset:

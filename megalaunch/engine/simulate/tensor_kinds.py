@@ -29,8 +29,10 @@ class TensorKinds:
         memory.label(self._unsharded_gradients(), "gradients")
 
     def claim_moments(self, memory: MemoryTracker) -> None:
-        """Allocate the optimizer's moments, which exist in every step but the first, and label them."""
+        """Allocate and label the optimizer's moments and outer weights, which exist in every step but the first."""
         memory.label(self.optimizer.states().values(), "optimizer")
+        if self.optimizer.outer is not None:
+            memory.label(self.optimizer.outer.states().values(), "optimizer")
 
     def _unsharded_gradients(self) -> Iterator[Tensor | None]:
         """Yield unsharded gradients, accumulated over microbatches and reduced only at the end of the step."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from megalaunch.engine.simulate import deep_plan as deep
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
+from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, with_values
@@ -136,14 +140,14 @@ AGREED = {
         *("batch.global_batch_size=4", "recompute=full"),
     ),
     "pp4": ("parallel=pp4", "batch.global_batch_size=16"),
-    "tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=16"),
+    "tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=12"),
     "tp2pp4vpp2sp": ("parallel=tp2pp4vpp2sp", "batch.global_batch_size=8", "model.num_layers=8"),
     "recompute full": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=full"),
     "recompute selective": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=selective"),
     "loss in chunks, zero3": ("parallel=zero3dp8", "batch.global_batch_size=16", "train.loss_chunks=8"),
     "loss in chunks, tp8sp": ("parallel=tp8sp", "batch.global_batch_size=2", "train.loss_chunks=8"),
     "loss in chunks, pp4": ("parallel=pp4", "batch.global_batch_size=16", "train.loss_chunks=8"),
-    "recompute full, tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=16", "recompute=full"),
+    "recompute full, tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=12", "recompute=full"),
 }
 
 
@@ -170,7 +174,19 @@ def _hold_together(spec: RunSpec, rank: int | None = None) -> None:
             assert ours[kind] == pytest.approx(size, rel=0.05, abs=0.01 * found.total), kind
 
 
-@pytest.mark.parametrize("layout", slow_but(AGREED, "zero1, one microbatch", "tp8sp"))
+# Of these layouts test_memory_model.py holds the total and its moment.
+HELD_ELSEWHERE = (
+    *("zero0", "zero2", "zero3", "tp4", "cp2 p2p", "cp2 allgather", "pp4", "recompute full", "recompute selective"),
+    *("loss in chunks, tp8sp", "loss in chunks, pp4"),
+)
+
+
+def _marked(layout: str) -> Any:
+    marks = [pytest.mark.slow] if layout not in ("zero1, one microbatch", "tp8sp") else []
+    return pytest.param(layout, marks=[*marks, *([pytest.mark.release] if layout in HELD_ELSEWHERE else [])])
+
+
+@pytest.mark.parametrize("layout", [_marked(layout) for layout in AGREED])
 def test_the_engine_and_the_planner_agree(layout):
     _hold_together(resolved(*LLAMA, "batch.micro_batch_size=1", *AGREED[layout])[0])
 
@@ -178,7 +194,7 @@ def test_the_engine_and_the_planner_agree(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_the_engine_and_the_planner_agree_on_every_stage(stage):
-    spec = resolved(*LLAMA, "parallel=pp4", "batch.micro_batch_size=1", "batch.global_batch_size=16")[0]
+    spec = resolved(*LLAMA, "parallel=pp4", "batch.micro_batch_size=1", "batch.global_batch_size=10")[0]
     _hold_together(spec, Topology.from_spec(spec).dense_grid.group(0, "pp")[stage])
 
 
@@ -225,6 +241,13 @@ def test_names_of_groups():
     assert names.get((5, 6, 7)) == "3 ranks"
 
 
+def test_a_transfer_s_phase_is_not_that_of_a_later_one_at_the_same_address():
+    phases, tensor = PhaseTracker(), torch.zeros(1)
+    phases.tag_p2p([SimpleNamespace(tensor=tensor)], "forward")
+    with phases.phase_scope("optimizer"):
+        assert [phases.p2p_phase(tensor), phases.p2p_phase(tensor)] == ["forward", "optimizer"]
+
+
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
         deep_plan(small_spec(parallel__dp=2), 2)
@@ -239,6 +262,7 @@ def test_nothing_stays_replaced():
     deep_plan(_one_layer(platform__chip="h100"))
     assert (torch.UntypedStorage.resize_, torch.nn.functional.rms_norm) == before
     assert torch.zeros(1).is_cpu
+    assert gc.isenabled()
     assert not dist.is_initialized()
 
 
