@@ -62,8 +62,8 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Layout, length and logging may change (a note); data, model and hyperparameters may not (an error).",
         ),
         "sweep.launcher": (
-            "The trials of a sweep run on this machine, one after the other.",
-            "In an allocation of several nodes each trial uses all of them; other launchers start single runs.",
+            "The trials of a sweep run on this machine, or each on one node by Slurm, ssh, Ray or Kubernetes.",
+            "In an allocation of several nodes each trial uses all of them.",
         ),
         "sweep.repeated": (
             "Every point of a sweep is a different run.",

@@ -17,6 +17,8 @@ from megalaunch.plan.cost import (
     engine_stack,
     step_time,
 )
+from megalaunch.plan.cost.communication import dispatch_bytes
+from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
 from megalaunch.plan.memory.host_states import host_bytes_per_node
@@ -24,7 +26,7 @@ from megalaunch.plan.memory.layer_dims import DtypesAndGroups
 from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_bytes
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
-from megalaunch.plan.stage_params import chunks_by_rank
+from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.schema import RunSpec
@@ -51,6 +53,41 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class ExpertWork:
+    """The routed experts of the busiest rank.
+
+    Attributes:
+        imbalance: its tokens over the mean, after the limits of capacity and of the number of experts.
+        parameters: of a rank, the most of any stage.
+        edp: ranks that share these parameters.
+        rows: rows of one layer and microbatch.
+        dispatch_bytes: bytes that arrive in one dispatch of one layer and microbatch; 0 without expert parallelism.
+    """
+
+    imbalance: float
+    parameters: float
+    edp: int
+    rows: float
+    dispatch_bytes: float
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, topology: Topology) -> ExpertWork | None:
+        """Return those of a resolved spec; None for a dense model."""
+        if not spec.model.moe.num_experts:
+            return None
+        rows, ranks = ExpertRows.from_spec(spec), topology.ep * topology.etp
+        tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
+        part = topology.tp if spec.parallel.sequence_parallel else 1
+        return cls(
+            imbalance=rows.arriving / rows.sent / topology.etp,
+            parameters=max(params.experts for params in params_by_rank(spec, topology.tp, ranks)),
+            edp=topology.edp,
+            rows=tokens / part * rows.arriving,
+            dispatch_bytes=dispatch_bytes(spec, topology, tokens) if ranks > 1 else 0.0,
+        )
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The prediction of one spec; `by_rank` is by pipeline rank.
 
@@ -65,6 +102,7 @@ class Prediction:
     host_bytes: float
     flops: int
     full_flops: int
+    experts: ExpertWork | None
     time: StepTime | None
     why_no_time: str
     budget: float
@@ -106,6 +144,7 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
         host_bytes=host_bytes_per_node(spec),
         flops=step_flops(spec),
         full_flops=step_flops(spec, full_attention=True),
+        experts=ExpertWork.from_spec(spec, topology),
         time=time,
         why_no_time=why,
         budget=budget,
@@ -162,6 +201,12 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
     yield from stack.constants
     yield from CONSTANTS
     yield from STATEMENTS
+    if spec.model.moe.num_experts:
+        yield Constant(
+            "load of the busiest expert-parallel rank over the mean",
+            spec.parallel.moe_load_imbalance,
+            "parallel.moe_load_imbalance; published runs force 1",
+        )
     profile = profile_for(spec)
     yield from _memory_assumptions(spec, profile)
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
@@ -205,3 +250,5 @@ def _chip_assumptions(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
             yield Constant(f"{chip.name}: {name}", value / 1e9, source)
     if spec.cluster.node_bandwidth:
         yield Constant("network per device as given, GB/s", spec.cluster.node_bandwidth, "cluster.node_bandwidth")
+    if spec.cluster.site_bandwidth and spec.cluster.sites > 1:
+        yield Constant("link of a site as given, GB/s", spec.cluster.site_bandwidth, "cluster.site_bandwidth")

@@ -156,3 +156,14 @@ def test_what_the_engine_refuses_has_no_speed():
     report = json.loads(refused.output)
     assert (report["time"], report["why_no_time"]) == (None, "the engine refuses this run (errors above)")
     assert report["memory"]["total"] > 0
+
+
+def test_the_experts_of_the_busiest_rank_are_shown():
+    overrides = ("recipe=mixtral_8x7b", "parallel.moe_load_imbalance=1.5")
+    text = _plain(plan(*overrides).output)
+    assert "experts of the busiest rank, with 1.5 x the mean of the tokens" in text
+    assert "rows 12,288 per layer and microbatch" in " ".join(text.split())
+    report = json.loads(plan(*overrides, "--json").output)
+    assert report["experts"]["imbalance"] == 1.5
+    assert 0 < report["time"]["of_experts"]["permutation"] < report["time"]["compute"]["memory"]
+    assert json.loads(plan(*OVERRIDES, "--json").output)["experts"] is None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megalaunch.plan.check import HasOrigin
     from megalaunch.plan.cost import StepTime
     from megalaunch.plan.findings import Finding
-    from megalaunch.plan.prediction import Groups, Prediction
+    from megalaunch.plan.prediction import ExpertWork, Groups, Prediction
     from megalaunch.plan.resolve import Resolution
     from megalaunch.schema import RunSpec
 
@@ -34,6 +34,7 @@ _COMMUNICATION = {
     "ep": "ep all-to-all",
     "pp": "pp send/recv",
     "dp": "dp reduce-scatter, all-gather",
+    "outer": "outer steps' all-reduce",
 }
 
 
@@ -94,6 +95,8 @@ def _as_text(
     if prediction.time:
         blocks.append("\n".join(["kernels", *table_lines(describe_kernels(spec, prediction.time.stack))]))
     blocks.append(_time_text(prediction) if prediction.time else f"time\n  not predicted: {prediction.why_no_time}")
+    if prediction.experts:
+        blocks.append(_experts_text(prediction.experts, prediction.time))
     if with_assumptions:
         blocks.append(_assumptions_text(spec))
     return "\n\n".join(blocks)
@@ -148,6 +151,22 @@ def _time_text(prediction: Prediction) -> str:
         (f"{_tokens(budget)} tokens", f"{days:,.2f} days ({days * time.world * 24:,.0f} device-hours)"),
     ]
     return "\n".join([*lines, "", "speed", *table_lines(speed)])
+
+
+def _experts_text(experts: ExpertWork, time: StepTime | None) -> str:
+    """Return what the routed experts of the busiest rank take of the memory and the time above."""
+    holders = f"{experts.edp} rank{'s' if experts.edp > 1 else ''} (edp)"
+    rows = [
+        ("parameters", f"{experts.parameters / _GB:.2f} B, on {holders}"),
+        ("rows", f"{experts.rows:,.0f} per layer and microbatch"),
+    ]
+    if experts.dispatch_bytes:
+        rows.append(("dispatch", f"{experts.dispatch_bytes / 1e6:,.1f} MB per layer and microbatch, and back"))
+    if time:
+        rows.append(("grouped matmuls", f"{time.grouped:.3f} s of the step's matmuls"))
+        rows.append(("permutation", f"{time.permutation:.3f} s of its memory-bound kernels"))
+    head = f"experts of the busiest rank, with {experts.imbalance:.4g} x the mean of the tokens"
+    return "\n".join([head, *table_lines(rows)])
 
 
 def _seconds(time: StepTime) -> Iterator[tuple[str, float, str]]:
@@ -207,6 +226,7 @@ def _as_json(
         "total_by_pipeline_rank": [rank.total for rank in prediction.by_rank],
     }
     data["flops"] = {"step": prediction.flops, "step_full_attention": prediction.full_flops}
+    data["experts"] = vars(prediction.experts) if prediction.experts else None
     data["time"] = _time_json(prediction, time) if time else None
     if time is None:
         data["why_no_time"] = prediction.why_no_time
@@ -220,6 +240,7 @@ def _time_json(prediction: Prediction, time: StepTime) -> dict[str, Any]:
         "kernels": {"stack": time.stack.name, "meaning": time.stack.meaning},
         "step_seconds": time.total,
         "compute": {name: getattr(time, name) for name in _COMPUTE},
+        "of_experts": {"grouped_matmuls": time.grouped, "permutation": time.permutation},
         "communication": {axis: vars(comm) for axis, comm in time.communication.items()},
         "bubble": time.bubble,
         "optimizer": time.optimizer,

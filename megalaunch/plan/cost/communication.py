@@ -6,12 +6,16 @@ All-reduce = reduce-scatter + all-gather, so it takes twice that.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.cost.stage_gathers import stage_gathers
+from megalaunch.plan.expert_rows import ExpertRows
+from megalaunch.plan.memory.model_states import OUTER_BUCKET
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
+from megalaunch.plan.world import site_size
 from megalaunch.platform.chips import ChipFacts
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
@@ -19,11 +23,25 @@ from megalaunch.schema.model import ModelSpec
 
 @dataclass(frozen=True)
 class Interconnect:
-    """Bytes per second that one device sends within a node (`link`) and to others (`network`); `node`: its devices."""
+    """What one device sends within a node, to other nodes of its site, and to other sites.
+
+    Attributes:
+        link: bytes per second within a node.
+        network: bytes per second to other nodes.
+        node: devices of a node.
+        site: devices of a site; None: there is one site.
+        site_link: bytes per second of all devices of a site together to other sites.
+        node_latency: seconds of a message between nodes.
+        site_latency: seconds of a message between sites.
+    """
 
     link: float
     network: float
     node: int
+    site: int | None = None
+    site_link: float = 0.0
+    node_latency: float = 0.0
+    site_latency: float = 0.0
 
     @classmethod
     def from_cluster(cls, spec: RunSpec, chip: ChipFacts, node: int) -> Interconnect:
@@ -31,29 +49,76 @@ class Interconnect:
         given = spec.cluster.node_bandwidth
         network = given * 1e9 if given else chip.network_bandwidth or c.DEFAULT_NETWORK.value
         link = chip.link_bandwidth or c.DEFAULT_LINK.value
-        return cls(link * c.LINK.value, network * c.NETWORK.value, node)
+        cluster, site = spec.cluster, site_size(spec.cluster)
+        between_sites = cluster.site_bandwidth * 1e9 if cluster.site_bandwidth else network * (site or 0)
+        return cls(
+            link * c.LINK.value,
+            network * c.NETWORK.value,
+            min(node, site or node),
+            site,
+            between_sites * c.NETWORK.value,
+            cluster.node_latency / 1e6,
+            cluster.site_latency / 1e3,
+        )
 
     def inside(self, size: int, stride: int) -> int:
         """Return how many members of a group share a node; its members are `stride` ranks apart."""
         return max(1, min(size, self.node // stride))
 
-    def ring(self, volume: float, size: int, stride: int) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `volume` bytes over `size` devices.
+    def is_across_sites(self, size: int, stride: int) -> bool:
+        """Return whether such groups have members in several sites."""
+        return size > 1 and self.site is not None and self.site % (size * stride) > 0
 
-        A ring across nodes uses the network adapters of all its members in a node.
+    def latency(self, size: int, stride: int) -> float:
+        """Return the seconds of a message between neighbours of such a group that are farthest apart."""
+        if self.is_across_sites(size, stride):
+            return self.site_latency
+        return 0.0 if self.inside(size, stride) == size else self.node_latency
+
+    def ring(self, volume: float, size: int, stride: int, calls: float = 1) -> float:
+        """Return the seconds of all-gathers or reduce-scatters of `volume` bytes together over `size` devices.
+
+        A ring across nodes uses the network adapters of all its members in a node. Across sites, rings of all devices
+        of a site share its link, through which each ring passes once. Each of the `calls` waits for the latency.
         """
         if size == 1:
             return 0.0
         inside = self.inside(size, stride)
         pace = self.link if inside == size else min(self.link, inside * self.network)
-        return volume * (size - 1) / size / pace
+        if self.is_across_sites(size, stride) and self.site is not None:
+            pace = min(pace, self._site_share(max(1, min(size, self.site // stride))))
+        return volume * (size - 1) / size / pace + calls * self._ring_latency(size, stride)
+
+    def _ring_latency(self, size: int, stride: int) -> float:
+        """Return the seconds of latency on the way of a part of the data over size - 1 neighbours."""
+        nodes, sites = math.ceil((size - 1) / self.inside(size, stride)), 0
+        if self.inside(size, stride) == size:
+            nodes = 0
+        if self.is_across_sites(size, stride) and self.site is not None:
+            sites = math.ceil((size - 1) / max(1, min(size, self.site // stride)))
+        return sites * self.site_latency + (nodes - min(nodes, sites)) * self.node_latency
+
+    def _site_share(self, devices: float) -> float:
+        """Return the bytes per second through the link of a site that so many of its devices have as their share."""
+        return self.site_link * devices / (self.site or 1)
 
     def all_to_all(self, volume: float, size: int, stride: int) -> float:
         """Return the seconds of an all-to-all: each member sends an equal part of `volume` bytes to every other one."""
         if size == 1:
             return 0.0
         inside = self.inside(size, stride)
-        return max(volume * (size - inside) / size / self.network, volume * (inside - 1) / size / self.link)
+        seconds = max(volume * (size - inside) / size / self.network, volume * (inside - 1) / size / self.link)
+        if self.is_across_sites(size, stride) and self.site is not None:
+            here = max(1, min(size, self.site // stride))
+            seconds = max(seconds, volume * (size - here) / size / self._site_share(1))
+        return seconds + self.latency(size, stride)
+
+    def send(self, volume: float, size: int, stride: int) -> float:
+        """Return the seconds to send `volume` bytes to the next of `size` devices, as all devices there do."""
+        far = self.is_across_sites(size, stride)
+        between = size * stride > self.node
+        pace = min(self.network, self._site_share(1)) if far else self.network if between else self.link
+        return volume / pace + self.latency(size, stride)
 
 
 @dataclass(frozen=True)
@@ -138,16 +203,31 @@ def context_parallel(
 def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float) -> CommTime:
     """Return the expert-parallel time of one MoE layer and microbatch.
 
-    Tokens are dispatched and combined by all-to-all over ep in both passes, each with a collective over etp.
+    Tokens are dispatched and combined by all-to-all over ep in both passes, each with a collective over etp; or all
+    tokens are gathered, and the sums of their outputs scattered.
     """
     if topology.ep * topology.etp == 1:
         return CommTime()
-    part = topology.tp if spec.parallel.sequence_parallel else 1
-    volume = tokens / part * spec.model.moe.top_k * spec.model.hidden_size * activation_bytes(spec)
-    seconds = 4 * wires.all_to_all(volume, topology.ep, topology.etp)
-    seconds += 4 * wires.ring(volume * topology.etp, topology.etp, 1)
+    volume = dispatch_bytes(spec, topology, tokens)
+    if spec.parallel.moe_token_dispatcher_type == "allgather":
+        seconds = 4 * wires.ring(volume, topology.ep * topology.etp, 1)
+    else:
+        seconds = 4 * wires.all_to_all(volume / topology.etp, topology.ep, topology.etp)
+        seconds += 4 * wires.ring(volume, topology.etp, 1)
     exposed = seconds * (c.EP_EXPOSED.value if spec.parallel.overlap_moe_expert_parallel_comm else 1.0)
     return CommTime(exposed, seconds - exposed)
+
+
+def dispatch_bytes(spec: RunSpec, topology: Topology, tokens: float) -> float:
+    """Return the bytes that arrive at the busiest rank in one dispatch of one layer and microbatch, its own included.
+
+    `flex` sends less, a token once to each rank; it is planned as `alltoall`.
+    """
+    part = topology.tp if spec.parallel.sequence_parallel else 1
+    rows = ExpertRows.from_spec(spec).arriving
+    if spec.parallel.moe_token_dispatcher_type == "allgather":
+        rows = topology.ep * topology.etp
+    return tokens / part * rows * spec.model.hidden_size * activation_bytes(spec)
 
 
 def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, chunks: int) -> CommTime:
@@ -155,9 +235,8 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: flo
     if topology.pp == 1:
         return CommTime()
     part = topology.tp if spec.parallel.sequence_parallel else 1
-    between = topology.tp * topology.cp * topology.dp * topology.pp > wires.node  # pp is the slowest axis
-    pace = wires.network if between else wires.link
-    seconds = 2 * chunks * tokens / part * spec.model.hidden_size * activation_bytes(spec) / pace
+    volume = tokens / part * spec.model.hidden_size * activation_bytes(spec)
+    seconds = 2 * chunks * wires.send(volume, topology.pp, topology.tp * topology.cp * topology.dp)
     return CommTime(0.0, seconds) if spec.parallel.overlap_p2p_comm else CommTime(seconds)
 
 
@@ -178,7 +257,7 @@ def data_parallel(
     unit: float,
     window: float,
 ) -> CommTime:
-    """Return the data-parallel time of one step: reduction of gradients and all-gather of parameters.
+    """Return the data-parallel time of one step: reduction of gradients, and all-gather of parameters.
 
     Gradient reductions overlap with backward (2/3 of the compute of a microbatch), the all-gather of parameters with
     the first forward pass (1/3), or with every pass if parameters are gathered again in a step. The collectives of one
@@ -192,14 +271,14 @@ def data_parallel(
     p, microbatches = spec.parallel, topology.microbatches
     full_sharding = p.data_sharding == "optim_grads_params" and topology.pp == 1
     width = 2 if spec.precision.grad_reduce_dtype == "bf16" else 4
-    reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width) + _replica_all_reduce(
-        spec, topology, wires, params, width
-    )
+    units = sum(params) / max(1.0, unit)  # each has collectives of its own
+    reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width, units)
+    reducing += _replica_all_reduce(spec, topology, wires, params, width, units)
     gathering = 0.0
     if p.data_sharding != "no_shard":
         in_fp8 = spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather
         each = 1 if in_fp8 else activation_bytes(spec)  # embedding and head, a small part, are gathered in bf16 always
-        gathering = rounds.gathers * _dense_and_expert(spec, topology, wires, params, each)
+        gathering = rounds.gathers * _dense_and_expert(spec, topology, wires, params, each, units)
     share = unit / max(1.0, sum(params))
     hidden = 0.0
     if p.overlap_grad_reduce:
@@ -207,7 +286,20 @@ def data_parallel(
     if p.overlap_param_gather:
         overlap = window * (microbatches if rounds.gathers > 1 else 1 - c.BACKWARD_SHARE.value)
         hidden += min(gathering * (1 - share / (microbatches if full_sharding else rounds.gathers)), overlap)
-    return CommTime(reducing + gathering - hidden, hidden)
+    # Every step all-reduces a few numbers over all ranks, to and fro: of tokens, and of loss and gradient norm.
+    agreeing = 2 * c.STEP_SYNCS.value * wires.latency(topology.world, 1)
+    return CommTime(reducing + gathering - hidden + agreeing, hidden)
+
+
+def outer_step(spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float]) -> CommTime:
+    """Return the time of the all-reduce of an outer step over the replicas, in fp32, spread over its steps."""
+    if not topology.outer_steps:
+        return CommTime()
+    shards = topology.dp_shard * (1 if spec.parallel.data_sharding == "no_shard" else topology.cp)
+    mine = sum(params) / shards
+    calls = math.ceil(mine / OUTER_BUCKET)
+    stride = topology.tp * topology.cp * topology.dp_shard
+    return CommTime(2 * wires.ring(4 * mine, topology.dp_replicate, stride, calls) / topology.outer_steps)
 
 
 def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, chunks: int) -> ShardingRounds:
@@ -227,24 +319,27 @@ def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, 
 
 
 def _dense_and_expert(
-    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], each: int
+    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], each: int, units: float
 ) -> float:
     """Return the seconds of one all-gather or reduce-scatter of all parameters, `each` bytes per parameter.
 
     Dense and expert parameters have groups of their own, within one replica of the model.
     """
     return sum(
-        wires.ring(parameters * each, shards, stride)
+        wires.ring(parameters * each, shards, stride, units if parameters else 0)
         for parameters, shards, _, stride in _grids(spec, topology, params)
     )
 
 
 def _replica_all_reduce(
-    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], each: int
+    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], each: int, units: float
 ) -> float:
-    """Return the seconds to all-reduce each device's shard over the replicas: once per step for any strategy (HSDP)."""
+    """Return the seconds to all-reduce each device's shard over the replicas: once per step for any strategy (HSDP).
+
+    None with outer steps.
+    """
     return sum(
-        2 * wires.ring(parameters * each / shards, replicas, stride * shards)
+        2 * wires.ring(parameters * each / shards, replicas, stride * shards, units if parameters else 0)
         for parameters, shards, replicas, stride in _grids(spec, topology, params)
     )
 
@@ -252,7 +347,11 @@ def _replica_all_reduce(
 def _grids(
     spec: RunSpec, topology: Topology, params: tuple[float, float]
 ) -> tuple[tuple[float, int, int, int], tuple[float, int, int, int]]:
-    """Return (parameters of a device, shards, replicas, stride between ranks), of dense and of expert parameters."""
+    """Return (parameters of a device, shards, replicas, stride between ranks), of dense and of expert parameters.
+
+    Of the ranks that reduce gradients in a step.
+    """
+    topology = topology.gradient_group
     replicated = spec.parallel.data_sharding == "no_shard"
     copies = topology.dp * topology.cp if replicated else topology.dp_replicate
 

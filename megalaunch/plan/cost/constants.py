@@ -28,7 +28,7 @@ class Statement:
 
 
 STATEMENTS = (
-    Statement("balanced routing: every expert gets equally many tokens", "published runs force it"),
+    Statement("experts of one rank have equally many tokens", "ranks: parallel.moe_load_imbalance"),
     Statement("the slowest pipeline stage sets the pace of all", "plan/cost/step.py"),
     Statement("sequence-parallel inputs are all-gathered again in backward, not saved", "Korthikanti et al. 2022"),
     Statement("one receive buffer per microbatch in flight", "plan/memory/in_flight.py"),
@@ -98,6 +98,9 @@ BACKWARD_SHARE = Constant("fraction of a microbatch that overlaps gradient reduc
 ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
 LAUNCH_OVERHEAD = Constant("launch overhead and idle time between kernels, of the compute time", 0.02, "assumed")
 EP_EXPOSED = Constant("expert all-to-all exposed with overlap_moe_expert_parallel_comm", 0.2, "assumed")
+STEP_SYNCS = Constant(
+    "all-reduces of a few numbers over all ranks in a step", 2.0, "engine/train/rank_sync.py: tokens; loss and norm"
+)
 OPTIMIZER_TRAFFIC = Constant(
     "bytes moved per parameter by AdamW", 38.0, "fp32 gradient, main params and moments, bf16 copy"
 )

@@ -18,6 +18,7 @@ from megalaunch.plan.cost.attention import (
     head_widths,
 )
 from megalaunch.plan.cost.stacks import Stack
+from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.schema.model import GATED, ModelSpec
@@ -54,7 +55,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """One microbatch on one device: `tokens` of its shard of a sequence, and the degrees that shard the layer."""
+    """One microbatch on one device: `tokens` of its shard of a sequence, and the degrees that shard the layer.
+
+    `expert_rows`: rows at its experts, per token after sequence parallelism.
+    """
 
     tokens: float
     sequence: int
@@ -62,19 +66,25 @@ class Shape:
     ep: int
     etp: int
     sequence_parallel: bool
+    expert_rows: ExpertRows
     recomputed_modules: tuple[RecomputeModule, ...]
     full_recompute: bool
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer and one microbatch, both passes; `recompute` is forward work repeated in backward."""
+    """Seconds of one layer and one microbatch, both passes; `recompute` is forward work repeated in backward.
+
+    Of them, `grouped` are the matmuls of routed experts, and `permutation` the permutation of their rows.
+    """
 
     matmul: float
     attention: float
     memory: float
     recompute: float
     forward: float
+    grouped: float
+    permutation: float
 
     @property
     def total(self) -> float:
@@ -84,13 +94,17 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Matmul:
-    """[rows, k] x [k, n], `count` times; `repeated_by` are the recomputed modules that repeat it."""
+    """[rows, k] x [k, n], `count` times; `repeated_by` are the recomputed modules that repeat it.
+
+    `routed`: of routed experts.
+    """
 
     rows: float
     k: float
     n: float
     repeated_by: tuple[RecomputeModule, ...] = ()
     count: float = 1.0
+    routed: bool = False
 
 
 def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
@@ -102,11 +116,12 @@ def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
 @lru_cache(maxsize=8192)
 def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device, kernel: AttentionKernel) -> LayerTime:
     """Return the seconds of one layer, whose attention is computed by `kernel`."""
-    forward = again = 0.0
+    forward = again = grouped = 0.0
     for product in _matmuls(model, kind, shape):
         seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
         forward += seconds
         again += seconds if any(module in shape.recomputed_modules for module in product.repeated_by) else 0.0
+        grouped += seconds if product.routed else 0.0
     groups = model.num_attention_heads if model.mla.kv_lora_rank else model.num_query_groups or 1
     at = AttentionShape(
         shape.tokens,
@@ -128,6 +143,10 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device, kern
         memory=memory,
         recompute=again,
         forward=forward + attention + memory / 3,
+        grouped=grouped * (1 + c.BACKWARD.value),
+        permutation=_permutation_values(model, shape) * shape.tokens * device.element / device.memory
+        if kind.experts
+        else 0.0,
     )
 
 
@@ -146,10 +165,11 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
     moe = model.moe
     experts, width = moe.num_experts or 1, (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp
     local_experts = max(1.0, experts / shape.ep)
-    arriving = rows * moe.top_k * shape.etp / tp if shape.sequence_parallel else rows * moe.top_k
-    yield Matmul(arriving / local_experts, hidden, gate * width, ("moe",), local_experts)
-    yield Matmul(arriving / local_experts, width, hidden, ("moe",), local_experts)
-    yield Matmul(rows / (tp if shape.sequence_parallel else 1), hidden, experts, ("moe",))
+    own = rows / (tp if shape.sequence_parallel else 1)
+    each = own * shape.expert_rows.arriving / local_experts
+    yield Matmul(each, hidden, gate * width, ("moe",), local_experts, routed=True)
+    yield Matmul(each, width, hidden, ("moe",), local_experts, routed=True)
+    yield Matmul(own, hidden, experts, ("moe",))
     if moe.shared_ffn_hidden_size:
         shared: tuple[RecomputeModule, ...] = ("moe", "shared_experts")
         yield Matmul(rows, hidden, gate * moe.shared_ffn_hidden_size / tp, shared)
@@ -197,10 +217,10 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
     casts: float = 2 * hidden
     if kind.experts:
         moe = model.moe
-        width = moe.top_k * (moe.ffn_hidden_size or model.ffn_hidden_size) / part
-        values += inner * (width + moe.shared_ffn_hidden_size / tp)
-        values += c.DISPATCH_TRAFFIC.value * moe.top_k * hidden / part
-        casts += 2 * moe.top_k * hidden / part + 3 * width
+        arriving = shape.expert_rows.arriving / part
+        width = arriving * (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp
+        values += inner * (width + moe.shared_ffn_hidden_size / tp) + _permutation_values(model, shape)
+        casts += 2 * arriving * hidden + 3 * width
     else:
         values += inner * model.ffn_hidden_size / tp
         casts += 2 * hidden + 3 * model.ffn_hidden_size / tp
@@ -210,6 +230,12 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
         return traffic
     weights = sum(product.k * product.n * product.count for product in _matmuls(model, kind, shape))
     return traffic + stack.cast_traffic.value * shape.tokens * casts + stack.weight_cast_traffic.value * weights
+
+
+def _permutation_values(model: ModelSpec, shape: Shape) -> float:
+    """Return the values moved per token by the permutation of rows and its inverse, both passes."""
+    part = shape.tp if shape.sequence_parallel else 1
+    return c.DISPATCH_TRAFFIC.value * shape.expert_rows.sent * model.hidden_size / part
 
 
 def _inner_traffic(model: ModelSpec, stack: Stack) -> float:

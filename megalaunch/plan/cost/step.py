@@ -20,6 +20,7 @@ from megalaunch.plan.cost.communication import (
 )
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
 from megalaunch.plan.cost.stacks import Stack, engine_stack
+from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.model_states import main_param_bytes
@@ -41,7 +42,8 @@ class StepTime:
     """Seconds of one step on the slowest rank, and the rates derived from them; `communication` is by parallel axis.
 
     `matmul`, `attention`, `memory`, `head`, `recompute`, `launch_overhead`: compute, with the kernels of `stack`. MFU
-    is relative to the 16-bit peak, whatever the dtype of the matmuls.
+    is relative to the 16-bit peak, whatever the dtype of the matmuls. `grouped` is the part of `matmul` in routed
+    experts, `permutation` the part of `memory` in which their rows are permuted.
     """
 
     stack: Stack
@@ -52,6 +54,8 @@ class StepTime:
     head: float
     recompute: float
     launch_overhead: float
+    grouped: float
+    permutation: float
     communication: dict[str, CommTime]
     bubble: float
     optimizer: float
@@ -110,6 +114,8 @@ class _RankTime:
     cp: CommTime = CommTime()
     ep: CommTime = CommTime()
 
+    grouped: float = 0.0
+    permutation: float = 0.0
     launches: float = 0.0
     overlap_slowdown: float = 0.0
 
@@ -172,6 +178,7 @@ def _assemble(
         "ep": worst.ep.times(microbatches),
         "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
         "dp": wire.data_parallel(spec, topology, wires, rounds, sizes, params.layer, worst.compute),
+        "outer": wire.outer_step(spec, topology, wires, sizes),
     }
     slowdown = communication["dp"].hidden * device.stack.overlap_slowdown.value
     peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
@@ -184,6 +191,8 @@ def _assemble(
         head=worst.head * microbatches,
         recompute=worst.again * microbatches,
         launch_overhead=worst.overhead * microbatches + slowdown,
+        grouped=worst.grouped * microbatches,
+        permutation=worst.permutation * microbatches,
         communication=communication,
         bubble=_bubble(spec, times, slowest, chunks),
         optimizer=_optimizer(spec, topology, params, device),
@@ -247,6 +256,8 @@ def _kind_times(
             attention=time.attention,
             memory=time.memory,
             again=time.recompute,
+            grouped=time.grouped,
+            permutation=time.permutation,
             tp=wire.tensor_parallel(spec, topology, wires, stack, shape.tokens, kind.experts),
             cp=wire.context_parallel(spec, topology, wires, stack, shape.tokens, time.attention),
             ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else CommTime(),
@@ -267,6 +278,7 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
         ep=topology.ep,
         etp=topology.etp,
         sequence_parallel=bool(spec.parallel.sequence_parallel),
+        expert_rows=ExpertRows.from_spec(spec),
         recomputed_modules=recompute.modules if recompute.granularity == "selective" else (),
         full_recompute=recompute.granularity == "full",
     )
@@ -298,6 +310,8 @@ def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], 
         memory=sum(time.memory * count for time, count in pairs),
         head=head,
         again=sum(time.again * count for time, count in pairs),
+        grouped=sum(time.grouped * count for time, count in pairs),
+        permutation=sum(time.permutation * count for time, count in pairs),
         tp=summed("tp"),
         cp=summed("cp"),
         ep=summed("ep"),

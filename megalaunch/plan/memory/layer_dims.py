@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import GATED, ModelSpec
-from megalaunch.schema.moe import MoESpec, RouterDtype
+from megalaunch.schema.moe import RouterDtype
 from megalaunch.schema.parallel import ContextCommType
 from megalaunch.schema.recompute import RecomputeModule
 
@@ -30,8 +31,8 @@ class LayerDims:
         num_heads: query heads.
         saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
         activation_gradients: gradients of inner values allocated at once in its backward.
-        experts_per_token: rows of experts per token: top_k, or the capacity that they are padded to; for each rank of
-            etp.
+        expert_rows: rows per token that the rank's experts compute.
+        summed_rows: rows per token whose outputs the rank sums up.
         qk_norm_rows: rows of queries and keys that QK norm normalises per token: heads, or all of them together (2).
         router_bytes: bytes of the router's dtype.
         router_copies_input: its input is a tensor of its own.
@@ -61,7 +62,8 @@ class LayerDims:
     shared_expert_gate: bool
     saved_activation_inputs: int
     activation_gradients: int
-    experts_per_token: float
+    expert_rows: float
+    summed_rows: float
     num_experts: int
     top_k: int
     router_bytes: int
@@ -100,6 +102,8 @@ class DtypesAndGroups:
     cp_comm_type: ContextCommType
     reset_attention_mask: bool
     dynamic_cp: bool
+    moe_load_imbalance: float
+    rows_are_sent: bool
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
@@ -118,6 +122,8 @@ class DtypesAndGroups:
             cp_comm_type=most_common_cp_comm_type(p),
             reset_attention_mask=spec.data.reset_attention_mask,
             dynamic_cp=p.dynamic_context_parallel and p.cp > 1,
+            moe_load_imbalance=p.moe_load_imbalance,
+            rows_are_sent=p.moe_token_dispatcher_type == "alltoall",
         )
 
 
@@ -138,6 +144,8 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     query = local_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else local_heads * head_dim
     value = local_heads * mla.v_head_dim if latent else groups * head_dim
     gated = model.activation in GATED
+    sharing = (tp if dtypes.sequence_parallel else 1) * dtypes.cp
+    rows = ExpertRows.of(moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
     return LayerDims(
         activation_bytes=activation_bytes,
         matmul_input_bytes=1 if fp8 else activation_bytes,
@@ -155,7 +163,8 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         shared_expert_gate=moe.shared_expert_gate,
         saved_activation_inputs=_activation_inputs(model, profile),
         activation_gradients=profile.activation_gradients if gated else 1,
-        experts_per_token=_rows_per_token(moe, dtypes) * dtypes.etp,
+        expert_rows=rows.arriving,
+        summed_rows=rows.sent if dtypes.rows_are_sent else rows.arriving,
         num_experts=moe.num_experts or 0,
         top_k=moe.top_k,
         router_bytes=_ROUTER_BYTES[moe.router_dtype],
@@ -177,18 +186,6 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
-
-
-def _rows_per_token(moe: MoESpec, dtypes: DtypesAndGroups) -> float:
-    """Return the rows of experts per token of a rank.
-
-    With padding a rank sends each expert the capacity of the microbatch, whose tokens tp and cp ranks share, but no
-    more rows than it has tokens.
-    """
-    if not (moe.pad_to_capacity and moe.capacity_factor):
-        return moe.top_k
-    ranks = (dtypes.tp if dtypes.sequence_parallel else 1) * dtypes.cp
-    return min(moe.capacity_factor * moe.top_k * ranks, moe.num_experts or 1)
 
 
 def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:

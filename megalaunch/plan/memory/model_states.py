@@ -19,6 +19,8 @@ from megalaunch.schema.optimizer import OptimizerSpec
 _BYTES = {"fp32": 4, "bf16": 2}
 UPDATE_PIECE = 1 << 22
 """Numbers of a tensor in bf16 that the optimizer updates at once, in fp32: 16 MiB."""
+OUTER_BUCKET = 1 << 25
+"""Numbers of a device that an outer step all-reduces at once, in fp32: 128 MiB, so that few wait for a far replica."""
 GATHERED_LAYERS = 2
 """Layers gathered at once by optim_grads_params: the one that computes, and the next one, prefetched."""
 
@@ -61,7 +63,7 @@ def model_states(
     spec: RunSpec, topology: Topology, params: DeviceParams, profile: MemoryProfile, in_flight: int = 1
 ) -> ModelStates:
     """Return the states of one rank's parameters, with at most `in_flight` microbatches in flight."""
-    data_shards = DataShards.from_spec(spec, topology)
+    data_shards, topology = DataShards.from_spec(spec, topology), topology.gradient_group
     shards, sharded_params = data_shards.dense, data_shards.of(params)
     updated_root = (params.root - params.copies) / shards
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
@@ -69,7 +71,8 @@ def model_states(
     root_bytes = root_states_per_parameter(spec.optimizer) * moment_bytes(spec) * on_device
     root_extra = (root_bytes - layer_bytes) * updated_root
     if profile.sharded_main_params:
-        optimizer = layer_bytes * (sharded_params - params.copies / shards) + root_extra
+        updated = sharded_params - params.copies / shards
+        optimizer = layer_bytes * updated + root_extra + outer_state_bytes(spec) * updated
         if topology.dp * topology.cp == 1 and _computes_in_place(spec):
             states = _single_rank(spec, params, topology, optimizer, in_flight)
         else:
@@ -129,6 +132,12 @@ def states_per_parameter(optimizer: OptimizerSpec) -> int:
 def root_states_per_parameter(optimizer: OptimizerSpec) -> int:
     """Return the optimizer states of a parameter of embedding or head, which muon leaves to AdamW."""
     return 2 if optimizer.name == "muon" else states_per_parameter(optimizer)
+
+
+def outer_state_bytes(spec: RunSpec) -> int:
+    """Return the bytes per parameter of what outer steps keep: outer weights and, unless it is 0, momentum, in fp32."""
+    p = spec.parallel
+    return 0 if not p.outer_steps else _BYTES["fp32"] * (1 + (p.outer_momentum > 0))
 
 
 def main_param_bytes(spec: RunSpec) -> int:

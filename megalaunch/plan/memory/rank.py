@@ -91,7 +91,8 @@ class _SavedActivations:
     Attributes:
         all: when its backward passes begin.
         layer: of one layer.
-        backward_peak: in addition, during the backward of one layer.
+        recomputed: in addition, during the backward of one layer: its recomputed and prefetched activations.
+        gradients: also in addition then: gradients of its activations, and scores.
         p2p_gradients: gradients sent to and received from other stages meanwhile.
         in_flight: microbatches in flight of each chunk.
         head_microbatches: microbatches in flight of the chunk with the head.
@@ -99,7 +100,8 @@ class _SavedActivations:
 
     all: float
     layer: float
-    backward_peak: float
+    recomputed: float
+    gradients: float
     in_flight: tuple[int, ...]
     head_microbatches: int
     p2p_gradients: float = 0.0
@@ -151,11 +153,12 @@ def _peak_candidates(
         logits = loss.logits + (losses - 1) * loss.depth_logits
         yield at(LOSS, states.loss, saved.all, logits, head_gradients=losses * loss.with_logits)
         yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
-    yield at(LAYER, states.layer, saved.all + saved.backward_peak, buffers=tokens * saved.p2p_gradients)
+    temporary = tokens * saved.gradients
+    yield at(LAYER, states.layer, saved.all + saved.recomputed, buffers=temporary + tokens * saved.p2p_gradients)
     if states.grad_reduce:
         yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
     if states.last_layer is not None:
-        yield at(LAST_LAYER, states.last_layer, saved.layer + saved.backward_peak)
+        yield at(LAST_LAYER, states.last_layer, saved.layer + saved.recomputed, buffers=temporary)
     if states.microbatch_end is not None:
         yield at(MICROBATCH_END, states.microbatch_end, saved.all * (1 - 1 / saved.num_microbatches))
     yield at(STEP_END, states.step_end, 0.0)
@@ -189,7 +192,8 @@ def _saved_activations(
         spec.parallel.microbatch_group_size_per_vp_stage or topology.pp,
     )
     full = spec.recompute.granularity == "full"
-    total = peak = layer = 0.0
+    total = layer = 0.0
+    peak = (0.0, 0.0)  # of recomputed activations and of gradients, in the layer with the largest sum
     head_microbatches = 1
     for chunk, count_in_flight in zip(chunks, microbatches, strict=True):
         offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
@@ -206,12 +210,12 @@ def _saved_activations(
             else:
                 size, recomputed = one.saved * on_device, one.recomputed
             total += size * count_in_flight
-            peak = max(peak, recomputed + one.backward_peak + prefetched * one.without_recompute)
+            peak = max(peak, (recomputed + prefetched * one.without_recompute, one.backward_peak), key=sum)
             layer = size / on_device if on_device else 0.0
         if chunk.head:
             total += head * count_in_flight
             head_microbatches = max(1, count_in_flight)
-    return _SavedActivations(total, layer, peak, microbatches, head_microbatches)
+    return _SavedActivations(total, layer, *peak, microbatches, head_microbatches)
 
 
 def _layers_resident(layers: int, offloaded: int) -> int:

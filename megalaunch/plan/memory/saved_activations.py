@@ -128,7 +128,7 @@ DENSE = (
     ),
     OpRow("dropout mask, or its random seed", lambda d: d.dropout_mask_bytes, "sequence"),
 )
-# Each token is dispatched to top_k experts; balanced routing is assumed. Expert matmuls have full rows.
+# Of the rank whose experts have most rows (plan/expert_rows.py). Expert matmuls have full rows.
 EXPERTS = (
     OpRow("input of the second norm: the residual stream", lambda d: d.residual_bytes * d.hidden_size, "sequence"),
     OpRow("statistics of the second norm, fp32", lambda d: 4, "sequence"),
@@ -154,31 +154,31 @@ EXPERTS = (
     OpRow("weights of a token's experts", lambda d: d.router_bytes * (2 * d.top_k + 1), "sequence", ("moe",)),
     OpRow(
         "numbers of a token's experts and order of rows, int64",
-        lambda d: 8 * (2 * d.top_k + d.experts_per_token),
+        lambda d: 8 * (2 * d.top_k + d.expert_rows),
         "sequence",
         ("moe",),
     ),
     OpRow(
         "dispatched tokens, input of (gate and) up",
-        lambda d: d.matmul_input_bytes * d.experts_per_token * d.hidden_size,
+        lambda d: d.matmul_input_bytes * d.expert_rows * d.hidden_size,
         "sequence",
         ("moe",),
     ),
     OpRow(
         "inputs of the experts' activation",
-        lambda d: d.activation_bytes * d.saved_activation_inputs * d.experts_per_token * d.expert_ffn_width,
+        lambda d: d.activation_bytes * d.saved_activation_inputs * d.expert_rows * d.expert_ffn_width,
         "sequence",
         ("moe",),
     ),
     OpRow(
         "output of the experts' activation",
-        lambda d: d.matmul_input_bytes * d.experts_per_token * d.expert_ffn_width,
+        lambda d: d.matmul_input_bytes * d.expert_rows * d.expert_ffn_width,
         "sequence",
         ("moe", "activation"),
     ),
     OpRow(
         "experts' outputs, to be weighted and summed",
-        lambda d: d.activation_bytes * d.experts_per_token * d.hidden_size,
+        lambda d: d.activation_bytes * d.summed_rows * d.hidden_size,
         "sequence",
         ("moe",),
     ),
@@ -289,10 +289,10 @@ def _backward_peak(d: LayerDims) -> float:
     are freed.
     """
     if d.experts:
-        routed = d.experts_per_token * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
+        routed = d.expert_rows * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
         inner = routed / d.sequence_shards + d.activation_gradients * d.shared_ffn_width
         values = d.saved_activation_inputs + 1
-        routed = d.experts_per_token * (2 * d.hidden_size + values * d.expert_ffn_width)
+        routed = d.summed_rows * d.hidden_size + d.expert_rows * (d.hidden_size + values * d.expert_ffn_width)
         freed = routed / d.sequence_shards + values * d.shared_ffn_width
     else:
         inner = d.activation_gradients * d.ffn_width

@@ -20,6 +20,7 @@ _MEANINGS = {
     "ep": "in exposed expert-parallel communication",
     "pp": "in exposed pipeline communication",
     "dp": "in exposed data-parallel communication",
+    "outer": "in outer steps",
 }
 
 

@@ -9,7 +9,6 @@ from megalaunch.engine.model.config import MLPConfig, MoEConfig
 from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.model.moe.sinkhorn import sinkhorn
 
-moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
 TOKENS, EXPERTS = 256, 8
 
 
@@ -21,6 +20,7 @@ def logits_of(std: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("std", [0.1, 1.0])
 def test_it_equals_megatron(std):
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     ours, theirs = sinkhorn(logits_of(std)), moe_utils.sinkhorn(logits_of(std))
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-7)
     assert torch.equal(ours.topk(2).indices, theirs.topk(2).indices)
