@@ -13,14 +13,14 @@ from txda_device import build_txda
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
-STEPS = 4
+STEPS = 2
 SMALL = (
     "recipe=quickstart",
     "tokenizer.vocab_size=300",
     "batch.sequence_length=64",
     "batch.global_batch_size=4",
     f"train.steps={STEPS}",
-    "train.validation_interval=2",
+    "train.validation_interval=1",
     "precision=fp32",
 )
 
@@ -29,15 +29,14 @@ def _train(folder: Path, name: str, *more: str) -> None:
     inputs = f"data.corpus={folder / 'corpus'}", f"data.cache_directory={folder / 'cache'}"
     command = [*MEGALAUNCH, "train", *SMALL, *inputs, f"run.directory={folder / name}", *more]
     environment = {**os.environ, "PYTHONPATH": str(build_txda())}
-    for last in (f"train.exit_at_step={STEPS // 2}", "train.exit_at_step=null"):  # the second resumes
-        done = subprocess.run(
-            [*command, last], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_and_resumes_as_on_one_cpu(tmp_path):
+def test_the_quickstart_trains_as_on_one_cpu(tmp_path):
     make_corpus(tmp_path / "corpus")
     _train(tmp_path, "device", "platform=txda", "parallel=tp2pp2dp2")
     _train(tmp_path, "cpu", "platform=cpu", "parallel=dp1")

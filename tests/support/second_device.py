@@ -31,8 +31,8 @@ from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER
 from megalaunch.engine.precision.policy import residual_dtype
-from megalaunch.engine.simulate.fake_world import FakeScalarMode
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
+from megalaunch.engine.torch_private import READ_SCALAR
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.plan.topology import Topology
 from megalaunch.platform import plugins
@@ -69,6 +69,13 @@ class _FakeThere(TorchDispatchMode):
             return function(*args, **kwargs)
 
 
+class _FakeScalars(TorchDispatchMode):
+    """`.item()` of a fake tensor returns 0."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 0 if function is READ_SCALAR else function(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tuple[Mesh, ModelParts]]:
     """One rank's part of a model on the device, in a group without peers; within, what is made is fake."""
@@ -79,7 +86,7 @@ def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tup
     with _FakeThere(fake):
         model = parallelize_decoder(spec, mesh, readers=TensorReaders(full_length_documents))
     one_thread = torch.autograd.set_multithreading_enabled(False)  # torch's engine has no thread for this device
-    with fake, FakeScalarMode(), one_thread:
+    with fake, _FakeScalars(), one_thread:
         materialize(model, mesh)
         yield mesh, model
 

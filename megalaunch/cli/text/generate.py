@@ -59,6 +59,9 @@ NoBos = Annotated[
     bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Batch size: texts generated together.")]
+Eager = Annotated[
+    bool, typer.Option("--eager", help="Launch the kernels of decode steps one by one, not as captured graphs.")
+]
 Stream = Annotated[
     bool | None,
     typer.Option("--stream/--no-stream", help="Stream tokens as they are generated (the default without --json)."),
@@ -85,6 +88,7 @@ def generate(
     seed: Seed = 1234,
     batch_size: BatchSize = 8,
     no_bos: NoBos = False,
+    eager: Eager = False,
     stream: Stream = None,
     json: Json = False,
 ) -> None:
@@ -117,7 +121,8 @@ def generate(
 
     try:
         sampling = api.Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
-        request = api.GenerationRequest(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
+        stops = tuple(stop or ())
+        request = api.GenerationRequest(max_new_tokens, sampling, stops, num_samples, batch_size, logprobs, eager)
     except ValueError as error:
         fail(str(error))
     streams = not json if stream is None else stream

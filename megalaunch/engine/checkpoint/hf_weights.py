@@ -81,22 +81,29 @@ class HuggingFaceWeights(MappedWeights):
         """
         return stored_name(name.removeprefix(self._weights.prefix) if self._bare else name, self._layout)
 
-    def is_ignorable(self, name: str) -> bool:
-        """Return True for a tensor that may be skipped.
+    def unmapped_problem(self, name: str) -> str | None:
+        """Return what is wrong with a tensor that maps to no parameter; None if it may be skipped.
 
         Those are buffers of old files, tensors of the vision tower, and tensors stored twice, which must be equal: a
         tied head, and the embedding and the head in layers of multi-token prediction.
         """
         if name.endswith(self._weights.dropped) or self._is_skipped(name):
-            return True
+            return None
+        original = self._original_of(name)
+        if original is None:
+            return super().unmapped_problem(name)
+        if torch.equal(self._folder.read(name), self._folder.read(original)):
+            return None
+        return f"{name} differs from {original}, but the model has one parameter for both"
+
+    def _original_of(self, name: str) -> str | None:
+        """Return the stored tensor that `name` is a copy of; None if it is no copy."""
         copies = self._weights.copies(self.model).items()
         original = {self.tensor_infos(copy): self.tensor_infos(first) for copy, first in copies}.get(name)
-        if original is not None:
-            return torch.equal(self._folder.read(name), self._folder.read(original))
-        if not self.model.tie_word_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):
-            return False
-        embedding = next(pair.theirs[0] for pair in self.pairs if "embedding.weight" in pair.ours)
-        return torch.equal(self._folder.read(name), self._folder.read(self.tensor_infos(embedding)))
+        heads = ("lm_head.weight", "embed_out.weight", self._head()) if self.model.tie_word_embeddings else ()
+        if name in heads:
+            return self.tensor_infos(next(pair.theirs[0] for pair in self.pairs if "embedding.weight" in pair.ours))
+        return original
 
     def _is_skipped(self, name: str) -> bool:
         return name.startswith(self._skipped)

@@ -67,9 +67,9 @@ class MappedWeights:
         """Translate a name of the mapping to the name in this folder."""
         return name
 
-    def is_ignorable(self, name: str) -> bool:
-        """Return True for a stored tensor that maps to no parameter but is allowed."""
-        return False
+    def unmapped_problem(self, name: str) -> str | None:
+        """Return what is wrong with a stored tensor that maps to no parameter; None if it may be skipped."""
+        return f"unexpected: {name} {list(self._tensors.tensors[name].shape)}"
 
     def problems(self, source: str) -> Iterator[str]:
         """Yield every missing, mis-shaped, quantised or unexpected tensor.
@@ -90,8 +90,8 @@ class MappedWeights:
         for pair in self.pairs:
             yield from self._dtype_problems(pair)
         for name in found:
-            if name not in expected and not self.is_ignorable(name):
-                yield f"unexpected: {name} {list(found[name].shape)}"
+            if name not in expected and (problem := self.unmapped_problem(name)) is not None:
+                yield problem
 
     def _dtype_problems(self, pair: WeightMapping) -> Iterator[str]:
         """Yield a problem if tensors that become one parameter have several dtypes."""

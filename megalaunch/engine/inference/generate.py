@@ -5,16 +5,18 @@ Shapes: B batch, S prompt length, V vocabulary, n most likely tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megalaunch.engine.inference.decode_graph import DecodeGraph, can_capture
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.sampling import Sampler, Sampling
 from megalaunch.engine.model.config import DecoderConfig
+from megalaunch.engine.model.decoder import Decoder
 
 _FILLER = 0  # left padding of shorter prompts; it is masked
 
@@ -44,6 +46,7 @@ class GenerationConfig:
         eos_token_ids: Ids of the tokens that end a text.
         vocab_size: Ids from here on are never sampled: a model's embedding may have more rows than its tokenizer.
         logprobs: Return log-probabilities of the sampled token and of this many most likely tokens; None: of none.
+        eager: Launch the kernels of every step one by one, also where a device can replay them as a graph.
     """
 
     max_new_tokens: int
@@ -51,6 +54,7 @@ class GenerationConfig:
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int | None = None
     logprobs: int | None = None
+    eager: bool = False
 
 
 class Logprobs(NamedTuple):
@@ -97,8 +101,14 @@ def generate_tokens(
     tokens_BS = torch.tensor([[_FILLER] * start + list(row) for start, row in zip(starts, prompts, strict=True)])
     borders = {layer.rope.original_positions for layer in model.config.layers if layer.rope and layer.rope.long_factors}
     texts = [list(prompt) for prompt in prompts]
+    decode: Callable[[Tensor], Tensor] | None = None  # None: the cache is empty
     for _ in range(config.max_new_tokens):
-        logits_BV = next_logits(model, tokens_BS, cache)[:, : config.vocab_size]
+        if decode is None:
+            logits_BV = next_logits(model, tokens_BS, cache)
+            decode = make_decode_step(model, cache, config.eager)
+        else:
+            logits_BV = decode(tokens_BS)
+        logits_BV = logits_BV[:, : config.vocab_size]
         next_B = sampler.next_tokens(logits_BV)
         for row, token in enumerate(next_B.tolist()):
             ended[row] = ended[row] or token in config.eos_token_ids
@@ -112,6 +122,14 @@ def generate_tokens(
             # LongRoPE rotates all positions differently from this length on: recompute the KV cache.
             cache = KVCache(model.config.num_layers, longest + config.max_new_tokens, starts)
             tokens_BS = torch.tensor([[_FILLER] * start + text for start, text in zip(starts, texts, strict=True)])
+            decode = None
+
+
+def make_decode_step(model: TextModel, cache: KVCache, eager: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function that runs one new token per row, [B, 1], after those in the KV cache, as `next_logits` does."""
+    if not eager and isinstance(model, Decoder) and can_capture(model):
+        return DecodeGraph(model, cache).next_logits
+    return lambda tokens_B1: next_logits(model, tokens_B1, cache)
 
 
 @torch.inference_mode()

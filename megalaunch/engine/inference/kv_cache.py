@@ -55,6 +55,20 @@ class LayerKVCache:
         self.length = end
         return [buffer.narrow(2, 0, end) for buffer in self._buffers]
 
+    def update_at(self, slot_1: Tensor, width: int, *states: Tensor) -> list[Tensor]:
+        """Write the states [B, G, 1, D] of the position in `slot_1` [1]; return views of the first `width` positions.
+
+        No value is read on the host; `KVCache.append_slot` counts the position.
+        """
+        for buffer, state in zip(self._buffers, states, strict=True):
+            buffer.index_copy_(2, slot_1, state)
+        return [buffer.narrow(2, 0, width) for buffer in self._buffers]
+
+    def clear_rest(self) -> None:
+        """Set the states of positions that are not filled to 0: a mask hides them, but not NaN among them."""
+        for buffer in self._buffers:
+            buffer[:, :, self.length :].zero_()
+
 
 class KVCache:
     """The KV caches of all layers, for rows of up to `capacity` tokens.
@@ -64,25 +78,37 @@ class KVCache:
         capacity: Tokens per row, padding included.
         starts: The number of padding tokens at the front of each row: prompts of different lengths are left-padded. The
             padding is masked, and position ids are counted from its end.
+
+    Attributes:
+        layers: The KV cache of each layer.
+        length: The number of tokens of each row so far, padding included.
+        starts_B: `starts`, [B]; None: no row is padded.
     """
 
     def __init__(self, num_layers: int, capacity: int, starts: Sequence[int] = ()) -> None:
-        self._layers = [LayerKVCache(capacity) for _ in range(num_layers)]
-        self._starts_B = torch.tensor(starts) if any(starts) else None
-        self._length = 0
+        self.layers = [LayerKVCache(capacity) for _ in range(num_layers)]
+        self.capacity = capacity
+        self.length = 0
+        self.starts_B = torch.tensor(starts) if any(starts) else None
 
     def __getitem__(self, layer: int) -> LayerKVCache:
         """Return the KV cache of one layer."""
-        return self._layers[layer]
+        return self.layers[layer]
 
     def advance(self, count: int, device: torch.device) -> Tensor:
         """Start a forward pass over the next `count` tokens; return position ids, [S], or [B, S] with padding."""
-        slots_S = torch.arange(self._length, self._length + count, device=device)
-        self._length += count
-        if self._starts_B is None:
+        slots_S = torch.arange(self.length, self.length + count, device=device)
+        self.length += count
+        if self.starts_B is None:
             return slots_S
-        self._starts_B = self._starts_B.to(device)
-        return (slots_S - self._starts_B[:, None]).clamp(min=0)
+        self.starts_B = self.starts_B.to(device)
+        return (slots_S - self.starts_B[:, None]).clamp(min=0)
+
+    def append_slot(self) -> None:
+        """Count one more position of every layer as filled, which `LayerKVCache.update_at` writes."""
+        self.length += 1
+        for layer in self.layers:
+            layer.length += 1
 
     def attention(self, num_tokens: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
         """Return each layer's attention of the last `num_tokens` positions over all so far; `windows`: None is full."""
@@ -90,20 +116,18 @@ class KVCache:
         return [made[window] for window in windows]
 
     def _attend(self, num_tokens: int, window: int | None) -> AttentionFn:
-        if self._starts_B is None and num_tokens > 1:
+        if self.starts_B is None and num_tokens > 1:
             return partial(causal_attention, window=window)
-        first = 0 if window is None or num_tokens > 1 else max(0, self._length - window)
-        if self._starts_B is None:
-            return partial(_decode_attention, first=first)
-        shown = self._attention_mask(self._starts_B, num_tokens, window)[..., first:]
-        return (
-            partial(_decode_attention, first=first, shown=shown) if num_tokens == 1 else partial(_masked, shown=shown)
-        )
+        first = 0 if window is None or num_tokens > 1 else max(0, self.length - window)
+        if self.starts_B is None:
+            return partial(decode_attention, first=first)
+        shown = self._attention_mask(self.starts_B, num_tokens, window)[..., first:]
+        return partial(decode_attention, first=first, shown=shown) if num_tokens == 1 else partial(_masked, shown=shown)
 
     def _attention_mask(self, starts_B: Tensor, num_tokens: int, window: int | None) -> Tensor:
         """Return the mask [B, 1, S, T] of left-padded rows. Padding attends to itself: a softmax over no key is NaN."""
-        keys = torch.arange(self._length, device=starts_B.device)
-        distance = keys[self._length - num_tokens :, None] - keys
+        keys = torch.arange(self.length, device=starts_B.device)
+        distance = keys[self.length - num_tokens :, None] - keys
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return ((near & (keys >= starts_B[:, None, None])) | (distance == 0)).unsqueeze(1)
 
@@ -114,17 +138,17 @@ def _masked(
     return attention(q_BNSD, k_BGTD, v_BGTD, from_mask(shown), scoring)
 
 
-def _decode_attention(
+def decode_attention(
     q_BN1D: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     scoring: ScoreMod = DEFAULT_SCORE_MOD,
     /,
     *,
-    first: int,
+    first: int = 0,
     shown: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per row, over the keys from `first` on.
+    """Attention of one query per row, over the keys from `first` on that `shown` [..., 1, T] allows (None: all).
 
     The query heads of a key/value group are passed as positions of one head, so that no key is repeated.
     """

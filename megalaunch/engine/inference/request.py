@@ -24,6 +24,7 @@ class GenerationRequest:
         num_samples: Completions per prompt.
         batch_size: Rows per forward pass.
         logprobs: The number of top log-probabilities per token, as in `GenerationConfig`.
+        eager: Capture no graphs of decode steps, as in `GenerationConfig`.
 
     Raises:
         ValueError: A setting is out of range; the message names it.
@@ -35,6 +36,7 @@ class GenerationRequest:
     num_samples: int = 1
     batch_size: int = 8
     logprobs: int | None = None
+    eager: bool = False
 
     def __post_init__(self) -> None:
         counts = {"max-new-tokens": self.max_new_tokens, "num-samples": self.num_samples, "batch-size": self.batch_size}
@@ -108,7 +110,12 @@ def generate_with(
     """Generate completions as `generate_texts` does, with `computing` for the logits of the source's model."""
     check_context_length(source.spec.model, prompts, request.max_new_tokens)
     config = GenerationConfig(
-        request.max_new_tokens, request.sampling, source.eos_token_ids, source.tokenizer.vocab_size, request.logprobs
+        request.max_new_tokens,
+        request.sampling,
+        source.eos_token_ids,
+        source.tokenizer.vocab_size,
+        request.logprobs,
+        request.eager,
     )
     writer = BatchGenerator(computing, source.tokenizer, config, request.stop)
     return writer.generate(prompts, request.num_samples, request.batch_size)

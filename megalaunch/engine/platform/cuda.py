@@ -17,6 +17,7 @@ class CudaPlatform(Platform):
 
     profiler_activity = ProfilerActivity.CUDA
     binds_process_group = True
+    graph_class = "CUDAGraph"
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         """Return fp16, and bf16 from Ampere on."""

@@ -9,3 +9,4 @@ class MusaPlatform(Platform):
     """MUSA. torch_musa's memory functions answer: its allocator is not registered with torch.accelerator."""
 
     in_device_module = frozenset({"max_memory_allocated", "current_stream", "synchronize"})
+    graph_class = "MUSAGraph"

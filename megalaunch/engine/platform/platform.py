@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from megalaunch.platform.platforms import PlatformFacts
 from megalaunch.platform.plugins import PlatformError
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A sequence of kernels that a device launches as one.
+
+    Attributes:
+        replay: Launches the kernels again, on the current stream, with the memory that they were captured with.
+        result: What the captured function returned; each replay overwrites it.
+    """
+
+    replay: Callable[[], None]
+    result: Tensor
 
 
 class Platform:
@@ -28,6 +43,8 @@ class Platform:
         pins_host_memory: Whether copies from and to pinned host memory are asynchronous.
         binds_process_group: Whether the process group is created with its device, so that it connects at once.
         probe_size: Rows and columns of the matrices by whose product the speed of a device is compared with others.
+        graph_class: The class of the device's module that holds a captured graph, as `torch.cuda.CUDAGraph` does, which
+            the module's context `graph` fills; None: the device captures none.
         in_device_module: Functions that `torch.accelerator` has, and that fail or mean something else on this device:
             the device's module answers.
     """
@@ -37,6 +54,7 @@ class Platform:
     pins_host_memory: ClassVar[bool] = True
     binds_process_group: ClassVar[bool] = False
     probe_size: ClassVar[int] = 2048
+    graph_class: ClassVar[str | None] = None
     in_device_module: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, facts: PlatformFacts) -> None:
@@ -112,6 +130,28 @@ class Platform:
     def synchronize(self, device: torch.device) -> None:
         """Wait until everything that was launched on the device is done."""
         self._function("synchronize")(device)
+
+    # Graphs
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether `capture_graph` can be called."""
+        return self.graph_class is not None
+
+    def capture_graph(self, function: Callable[[], Tensor]) -> CapturedGraph:
+        """Capture the kernels that a function launches, without running them.
+
+        The function must have run before, so that libraries are initialized and kernels compiled. It must not read
+        values of tensors on the host, and the tensors that it uses must stay where they are.
+
+        Raises:
+            RuntimeError: The function does what cannot be captured; the device's message says what.
+        """
+        assert self.graph_class is not None, "captures_graphs tells whether a device captures graphs"
+        graph = getattr(self.module, self.graph_class)()
+        with self.module.graph(graph):
+            result = function()
+        return CapturedGraph(graph.replay, result)
 
     # Memory
 
