@@ -54,7 +54,8 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor
 
     An amax that is infinite or NaN gives a scale of 0 or NaN: the products are NaN, so that the step reports it.
     """
-    scale = (torch.finfo(dtype).max / (amax * 2.0**margin)).clamp(max=_LARGEST_SCALE)
+    largest = torch.full_like(amax, torch.finfo(dtype).max)  # number / tensor is number * reciprocal, rounded twice
+    scale = (largest / (amax * 2.0**margin)).clamp(max=_LARGEST_SCALE)
     return torch.where(amax == 0, 1.0, scale)
 
 

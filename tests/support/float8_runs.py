@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import run_ranks
-from oracle import joined_stages, on_ranks, small_spec
+from oracle import Prepare, joined_stages, on_ranks, small_spec
 
 from megalaunch.engine.precision import policy
 from megalaunch.engine.precision.float8 import _Blocks
@@ -27,9 +27,9 @@ def float8_spec(layout: dict[str, Any], recipe: str, **values: Any) -> Any:
     return small_spec(**{**precision, **width, **heads, **sizes, **values})
 
 
-def train(spec: Any, every_stage: bool) -> Any:
+def train(spec: Any, every_stage: bool, prepare: Prepare | None = None) -> Any:
     policy._FORMATS["fp8"] = torch.float32  # in this forked process: all but the fp8 matmuls
-    return on_ranks(spec, every_stage)
+    return on_ranks(spec, every_stage, prepare)
 
 
 def run(spec: Any) -> Any:

@@ -6,9 +6,10 @@ after three updates to 1e-5 of their largest value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +75,14 @@ def small_spec(**values: object) -> RunSpec:
     p = data["parallel"]
     data["cluster"]["devices_per_node"] = p["dp"] * p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
     return build_run_spec(data)
+
+
+def few_samples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the fewest samples of a step that make two microbatches, or four for two stages; at most 8."""
+    stages, replicas = values.get("parallel__pp", 1), values.get("parallel__dp", 1)
+    microbatches = 2 * stages if stages > 1 else 2
+    size = replicas * values.get("batch__micro_batch_size", 2) * microbatches
+    return {"batch__global_batch_size": min(8, size), **values}
 
 
 class RandomSamples:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalaunch.engine.collectives import all_reduce_max
 from megalaunch.engine.mesh import Axis, Mesh
@@ -87,6 +87,12 @@ def begin_float8_step(model: ModelParts) -> None:
         histories.begin_step()
     for gather in _gathers(model):
         gather.prepare_step()
+
+
+def forget_amaxes(stage: nn.Module) -> None:
+    """Forget the amaxes of a step so far, after a pass that was no microbatch: a pipeline's shape inference."""
+    if isinstance(stage, Decoder) and stage.amax_histories is not None:
+        stage.amax_histories.begin_step()
 
 
 def update_float8_scales(model: ModelParts) -> None:

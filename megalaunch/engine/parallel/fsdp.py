@@ -9,6 +9,8 @@ Backward:  dW_r = reduce_scatter(dW) over dp_shard, then with replicas dW_r = al
 With `overlap_param_gather` a unit's all-gather overlaps with the computation of the unit before it; with
 `overlap_grad_reduce` gradients are reduced during the backward pass, else after it.
 
+With `outer_steps` there is no all-reduce over dp_replicate: replicas train apart (`optimizer/outer_optimizer.py`).
+
 The strategy decides when. ZeRO-1 all-gathers W and reduces dW once a step; ZeRO-0 has nothing to all-gather. ZeRO-2
 reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both.
 With pp > 1 W is not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded
@@ -190,7 +192,7 @@ def reduce_grads_if_due(model: Decoder, parallel: ParallelSpec, last: bool) -> N
         model.set_requires_all_reduce(last)
         # It reduces all units that were not reduced during the backward pass: here every unit.
         run_fsdp_post_backward(model)
-    if parallel.dp_replicate > 1 and not last:
+    if parallel.dp_replicate > 1 and not parallel.outer_steps and not last:
         # FSDP2 would accumulate reduce-scattered gradients over microbatches in the dtype of the reduction.
         for unit in fsdp_modules(model):
             widen_fsdp_partial_sum(unit)

@@ -25,7 +25,7 @@ from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.plan.stages import Stage
 from megalaunch.schema.parallel import ParallelSpec
 
-PipelineLoss = Callable[[Tensor, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
+PipelineLoss = Callable[[Tensor, Tensor, Sequence[float]], tuple[Tensor, Tensor]]
 """Takes the last stage's output and the labels of a microbatch, and the numbers of tokens that divide the loss and its
 parts; returns the loss, and its parts without a gradient."""
 
@@ -76,12 +76,12 @@ class Pipeline:
         self._parts = dict(zip(numbers, model.parts, strict=True))
         self._number_of_stages = len(stages)
         self._observer, self._activations = observer, activations
-        self._total_tokens: Sequence[int] = (1,)
+        self._total_tokens: Sequence[float] = (1,)
         self._losses: list[Tensor] = []
         self._prepared: tuple[int, PipelineSchedule] | None = None
 
     def train(
-        self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, total_tokens: Sequence[int]
+        self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, total_tokens: Sequence[float]
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches of a step.
 

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megalaunch.engine.model.moe.load import forget_load
+from megalaunch.engine.parallel.float8 import forget_amaxes
 from megalaunch.engine.parallel.pipeline_stage import ObservedStage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.schema.parallel import Schedule
@@ -76,7 +77,7 @@ def make_schedule(
 
 
 def _observed(schedule: type[PipelineSchedule], observer: StepObserver) -> Callable[..., PipelineSchedule]:
-    """Return a subclass of the schedule that reports its shape inference, and forgets what routers counted in it.
+    """Return a subclass of the schedule that reports its shape inference, and forgets what layers noted in it.
 
     Its stages need no neighbours where they know the shapes that they exchange.
     """
@@ -91,6 +92,7 @@ def _observed(schedule: type[PipelineSchedule], observer: StepObserver) -> Calla
                 initialized = super()._initialize_pp_stages(stages, *args, **kwargs)
             for stage in stages:
                 forget_load(stage.submod)
+                forget_amaxes(stage.submod)
             return initialized
 
     return Observed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
-from oracle import hold_to_one_process, small_spec
+from oracle import few_samples, hold_to_one_process, small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.model.build import build_decoder
@@ -51,8 +51,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2 zero_bubble"))
 @pytest.mark.parametrize("choice", slow_but(["full", "two layers as one", "parts"], "full"))
 def test_every_layout(layout, choice):
-    spec = small_spec(**LAYOUTS[layout], **CHOICES[choice], model__vocab_size=64)
-    hold_to_one_process(spec)
+    values = {**LAYOUTS[layout], **CHOICES[choice], "model__vocab_size": 64}
+    hold_to_one_process(small_spec(**few_samples(values)))
 
 
 @pytest.mark.parametrize("choice", slow_but(["some layers", "mlp", "mlp and norm"], "mlp"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oracle import hold_to_one_process, shake, small_spec
+from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 from torch.nn.attention import flex_attention
 
@@ -44,10 +44,8 @@ QUICK = [("flash", "cp2 ring, sinks"), ("math", "cp2 a2a, documents")]
 @pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK))
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
-    spec = small_spec(
-        model__attention_backend=backend, **{"parallel__dp": 1, "model__head_dim": 4} | CASES[backend, layout]
-    )
-    hold_to_one_process(spec, prepare=shake)
+    values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | CASES[backend, layout]
+    hold_to_one_process(small_spec(**few_samples(values)), prepare=shake)
 
 
 @pytest.mark.slow

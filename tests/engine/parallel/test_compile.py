@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import run_ranks
-from oracle import assert_same, on_ranks, one_process, small_spec
+from oracle import assert_same, few_samples, on_ranks, one_process, small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.parallel import compile as compiling
@@ -30,7 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_as_one_process(name, monkeypatch):
     """The graphs and their joint backward, without the minutes of C++ that the default backend takes on processors."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
-    spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": 64, "train__compile": True, **LAYOUTS[name]})
+    values = {"parallel__dp": 1, "model__vocab_size": 64, "train__compile": True, **LAYOUTS[name]}
+    spec = small_spec(**few_samples(values))
     assert_same(run_ranks(2, _compiled, spec, timeout=180)[0], one_process(spec))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from oracle import hold_to_one_process, small_spec
+from oracle import few_samples, hold_to_one_process, small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.mesh import Axis, make_mesh
@@ -22,15 +22,8 @@ EIGHT_HEADS = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__nu
 
 
 def _held_to_one_process(dp: int, cp: int, tp: int, exchange: object, **values: object) -> None:
-    spec = small_spec(
-        parallel__dp=dp,
-        parallel__cp=cp,
-        parallel__tp=tp,
-        parallel__cp_comm_type=exchange,
-        model__vocab_size=VOCABULARY,
-        **values,
-    )
-    hold_to_one_process(spec)
+    values |= {"parallel__dp": dp, "parallel__cp": cp, "parallel__tp": tp, "parallel__cp_comm_type": exchange}
+    hold_to_one_process(small_spec(**few_samples({"model__vocab_size": VOCABULARY, **values})))
 
 
 def test_an_early_chunk_goes_with_a_late_one():

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from oracle import hold_to_one_process, one_process, small_spec
+from oracle import few_samples, hold_to_one_process, one_process, small_spec
 from slow_cases import slow_but
 
 from megalaunch.schema import with_values
@@ -45,7 +45,7 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 def _spec(layout: dict[str, Any], **values: Any) -> Any:
     sizes = {f"parallel__{key}": value for key, value in layout.items()}
-    return small_spec(**{"parallel__dp": 1, **DROPOUT, **sizes, **values})
+    return small_spec(**few_samples({"parallel__dp": 1, **DROPOUT, **sizes, **values}))
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "cp2 ring", "pp2"))

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def trained(layout: str, recipe: str, param_gather: bool) -> Any:
-    values: dict[str, Any] = {"batch__global_batch_size": 12, "model__num_layers": 2}
+    values: dict[str, Any] = {"batch__global_batch_size": 2 * LAYOUTS[layout]["dp"], "model__num_layers": 2}
     values["precision__fp8"] = {"recipe": recipe, "param_gather": param_gather}
     if "ep2" in layout or "experts" in layout:
         values["model__moe"] = MOE

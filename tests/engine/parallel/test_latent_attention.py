@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oracle import hold_to_one_process, shake, small_spec
+from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 
 SPLIT: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence_parallel": True}
@@ -62,7 +62,7 @@ def _spec(**values: Any) -> Any:
         "parallel__dp": 1,
         "batch__micro_batch_size": 1,
     }
-    return small_spec(**{**shape, **values})
+    return small_spec(**few_samples({**shape, **values}))
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, "cp2 ring, packed", "tp2 up projections recomputed"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oracle import SEQUENCE, hold_to_one_process, small_spec
+from oracle import SEQUENCE, few_samples, hold_to_one_process, small_spec
 from slow_cases import slow_but
 
 CHUNKS = 3  # no divisor of a microbatch's tokens: the last chunk is shorter
@@ -56,4 +56,4 @@ def test_as_one_process_with_full_logits(name):
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2
     base = {"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": layers, "train__loss_chunks": CHUNKS}
-    hold_to_one_process(small_spec(**(base | values)))
+    hold_to_one_process(small_spec(**few_samples(base | values)))

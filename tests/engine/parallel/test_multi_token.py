@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from forked_ranks import run_ranks
-from oracle import assert_same, hold_to_one_process, joined_stages, on_ranks, shake, small_spec
+from oracle import assert_same, few_samples, hold_to_one_process, joined_stages, on_ranks, shake, small_spec
 from slow_cases import slow_but
 
 PACKED: dict[str, Any] = {"data__reset_attention_mask": True}
@@ -53,7 +53,7 @@ QUICK = ("one process", "one process, packed, in chunks", "tp2 sp", "cp2, packed
 
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK))
 def test_layouts_have_the_numbers_of_plain_torch(name):
-    hold_to_one_process(small_spec(**(BASE | LAYOUTS[name])), prepare=shake)
+    hold_to_one_process(small_spec(**few_samples(BASE | LAYOUTS[name])), prepare=shake)
 
 
 DEEPSEEK = {

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from oracle import hold_to_one_process, small_spec
+from oracle import few_samples, hold_to_one_process, small_spec
 from slow_cases import slow_but
 
 VOCABULARY = 64  # divides by tp
 
 
 def _held_to_one_process(dp: int, tp: int, sequence_parallel: bool, **values: object) -> None:
-    spec = small_spec(
-        parallel__dp=dp,
-        parallel__tp=tp,
-        parallel__sequence_parallel=sequence_parallel,
-        model__vocab_size=VOCABULARY,
-        **values,
-    )
-    hold_to_one_process(spec)
+    values |= {"parallel__dp": dp, "parallel__tp": tp, "parallel__sequence_parallel": sequence_parallel}
+    hold_to_one_process(small_spec(**few_samples({"model__vocab_size": VOCABULARY, **values})))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -88,4 +82,4 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
 def test_a_vocabulary_that_ranks_cannot_share_out_is_padded(dp, tp, values):
     """Every gradient, the norm, three steps and the validation loss; padded rows stay zeros to the bit."""
     common = {"parallel__dp": dp, "parallel__tp": tp, "parallel__sequence_parallel": True}
-    hold_to_one_process(small_spec(**{**common, "model__vocab_size": PADDED, **values}))
+    hold_to_one_process(small_spec(**few_samples({**common, "model__vocab_size": PADDED, **values})))
