@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from tiny_run import tiny_spec
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.report.importance import independent_settings
 from megalaunch.schema import with_values
 from megalaunch.schema.spec_file import write_spec
 
@@ -122,7 +124,9 @@ def test_the_facts_of_a_run(tmp_path: Path):
 
 def test_several_runs_are_compared(tmp_path: Path):
     for index in range(9):
-        plain_run(tmp_path / f"lr{index}", **{"optimizer.lr": 0.001 * (1 + index), "run.name": f"lr{index}"})
+        lr = 0.001 * (1 + index)
+        derived = {"schedule.min_lr": lr / 10, "run.name": f"lr{index}"}
+        plain_run(tmp_path / f"lr{index}", **{"optimizer.lr": lr, **derived})
     out = tmp_path / "all.html"
     assert call(tmp_path, "--out", out).exit_code == 0
     html = out.read_text()
@@ -134,6 +138,27 @@ def test_several_runs_are_compared(tmp_path: Path):
     assert page.cells[page.cells.index("share") + 1 :][:2] == ["optimizer.lr", "100%"]
     [coordinates] = [uri for uri in page.images if "optimizer.lr" in svg_texts(uri)]
     assert "validation loss" in svg_texts(coordinates)
+    assert "schedule.min_lr" not in svg_texts(coordinates)  # follows from the learning rate
+
+
+def test_the_runs_are_ranked(tmp_path: Path):
+    for name, lr in (("a", 0.003), ("b", 0.001), ("c", 0.002)):
+        plain_run(tmp_path / name, **{"optimizer.lr": lr, "run.name": name})
+    plain_run(tmp_path / "new", steps=0)
+    assert call(tmp_path, "--out", tmp_path / "all.html").exit_code == 0
+    table = (tmp_path / "all.html").read_text().partition("<tbody>")[2].partition("</tbody>")[0]
+    assert re.findall(r"<tr><td>(\w+)</td>", table) == ["b", "c", "a", "new"]
+
+
+@pytest.mark.parametrize(("typed", "kept"), [((), "optimizer.lr"), (("schedule.min_lr",), "schedule.min_lr")])
+def test_of_settings_that_change_together_one_is_kept(typed, kept):
+    settings = [
+        ("optimizer.lr", [1, 1, 2]),
+        ("schedule.min_lr", [0.1, 0.1, 0.2]),
+        ("train.seed", [7, 7, 7]),
+        ("data.path", ["a", "b", "b"]),
+    ]
+    assert [key for key, _ in independent_settings(settings, typed)] == [kept, "data.path"]
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path):

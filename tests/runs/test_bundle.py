@@ -105,6 +105,12 @@ def test_a_secret_is_recognised_by_its_name_or_form(text):
         assert part not in shown
 
 
+@pytest.mark.parametrize("text", ["HF_TOKEN=hf_" + "aB3" * 8, f"api_key: {SECRET}", 'token="hf_' + "aB3" * 8 + '"'])
+def test_a_secret_that_has_both_is_replaced_once(text):
+    shown = redact(text)
+    assert (redact(shown), shown.count("["), shown.count("]")) == (shown, 1, 1)
+
+
 @pytest.mark.parametrize(
     "text",
     ["tokens_per_second: 3913", "data.validation_tokens=100", "tokenizer.path=t.json", "tokens 675,840", "key=3"],

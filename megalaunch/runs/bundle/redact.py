@@ -12,7 +12,8 @@ REDACTED = "[redacted]"
 _SECRET_NAME = r"(?:secret|passw(?:or)?d|passphrase|api[_-]?key|(?:access|private|secret)[_-]?key|credentials?|token)"
 _NAME = re.compile(rf"(?i){_SECRET_NAME}(?:_id)?\Z")
 _SETTING = re.compile(
-    rf"""(?i)(?P<name>\b[\w.-]*{_SECRET_NAME}(?:_id)?["']?\s*[=:]\s*)(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,;}}\]]+)"""
+    rf"""(?i)(?P<name>\b[\w.-]*{_SECRET_NAME}(?:_id)?["']?\s*[=:]\s*)"""
+    r"""(?P<value>\[redacted\]|"[^"\n]*"|'[^'\n]*'|[^\s,;}\]]+)"""
 )
 _OPTION = re.compile(rf"(?i)(?P<name>--[\w-]*{_SECRET_NAME}\s+)(?P<value>\S+)")
 _FORMS = (

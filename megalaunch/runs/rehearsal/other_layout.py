@@ -25,7 +25,12 @@ _PLAIN_PIPELINE = {
 
 
 def other_layout(spec: RunSpec) -> RunSpec:
-    """Return the spec of a rehearsal under another layout that is valid, preferably with half of every axis."""
+    """Return the spec of a rehearsal under another layout that is valid, preferably with half of every axis.
+
+    The same one with outer steps: a run goes on with the replicas that it has.
+    """
+    if spec.parallel.outer_steps:
+        return spec
     for sizes in _candidates(spec):
         other, _ = derive(_with_sizes(spec, sizes))
         if not has_errors(check(other, None, "train")):

@@ -46,7 +46,8 @@ def _files(spec: RunSpec) -> Iterator[Path]:
         yield Path(f"{prefix}.idx").expanduser()
     for source in filter(None, (data.corpus, data.sft_data)):
         try:
-            yield from (file.path for file in find_corpus(source, data.json_key).files)
+            files = find_corpus(source, data.json_key).files
+            yield from (file.path for file in files if isinstance(file.path, Path))
         except (DataError, ValueError, RuntimeError, OSError):
             continue  # check_corpus reports it
     if spec.tokenizer.path is not None and not is_hub_address(spec.tokenizer.path):

@@ -32,6 +32,8 @@ def small_layout(spec: RunSpec) -> dict[str, Any]:
         sizes[axis] //= _smallest_factor(sizes[axis])
     values: dict[str, Any] = {f"parallel.{axis}": size for axis, size in sizes.items()}
     values |= {"parallel.dp": dp, "parallel.dp_replicate": replicas}
+    if (dp if p.data_sharding == "no_shard" else replicas) == 1:
+        values["parallel.outer_steps"] = 0  # no replica is left to train apart
     etp = None if p.etp is None else min(p.etp, 2)
     stage_ranks = sizes["tp"] * sizes["cp"] * dp  # each of a stage's ranks has other tokens
     values |= {"parallel.ep": math.gcd(p.ep, stage_ranks // math.gcd(stage_ranks, etp or 1)), "parallel.etp": etp}
@@ -44,6 +46,9 @@ def small_layout(spec: RunSpec) -> dict[str, Any]:
         "cluster.nodes": 1,
         "cluster.devices_per_node": math.prod(sizes.values()) * dp,
         "cluster.node_bandwidth": None,
+        "cluster.sites": 1,
+        "cluster.site_bandwidth": None,
+        "cluster.site_latency": 0.0,
     }
 
 

@@ -1,10 +1,10 @@
-"""Which settings decide the result of several runs: their place on an axis, and their importance."""
+"""Which settings decide the result of several runs: those that vary on their own, their axes, and their importance."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from megalaunch.plan.findings import as_override
@@ -32,6 +32,23 @@ def axis_places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, s
     order = sorted(set(texts))
     last = max(1, len(order) - 1)
     return [order.index(text) / last for text in texts], [(index / last, text) for index, text in enumerate(order)]
+
+
+def independent_settings(
+    settings: Sequence[tuple[str, Sequence[Any]]], typed: Container[str]
+) -> list[tuple[str, Sequence[Any]]]:
+    """Return the settings that vary over the runs, one of those that change together: a typed one if there is one.
+
+    The lowest learning rate follows from the learning rate; their shares in the result cannot be told apart.
+    """
+    chosen: dict[tuple[int, ...], tuple[str, Sequence[Any]]] = {}
+    for key, values in settings:
+        texts = [as_override(value) for value in values]
+        changes = tuple(texts.index(text) for text in texts)
+        known = chosen.get(changes)
+        if len(set(changes)) > 1 and (known is None or (known[0] not in typed and key in typed)):
+            chosen[changes] = (key, values)
+    return list(chosen.values())
 
 
 def setting_importance(

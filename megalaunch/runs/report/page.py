@@ -22,7 +22,7 @@ from megalaunch.runs.catalog.compare import RunComparison, compare_runs
 from megalaunch.runs.report import charts
 from megalaunch.runs.report.charts import Chart
 from megalaunch.runs.report.content import RunContent
-from megalaunch.runs.report.importance import axis_places, setting_importance
+from megalaunch.runs.report.importance import axis_places, independent_settings, setting_importance
 from megalaunch.runs.report.timeline import Launch, phase_seconds
 from megalaunch.runs.sweep.folder import LOWER_IS_BETTER, Metric
 
@@ -124,6 +124,7 @@ def _facts(run: RunContent) -> Table:
     memory = max((number(record, "memory_bytes") for record in run.steps), default=float("nan"))
     named = validation_losses(run.validations[-1]) if run.validations else {}
     scores = task_scores(run.evaluations[-1]) if run.evaluations else {}
+    restarts = sum(mark.kind == "restart" for launch in run.launches for mark in launch.marks)
     facts = [
         ("state", f"{state}: {run.summary.reason}" if run.summary.reason else state),
         ("step", f"{format_count(figures.step)} of {format_count(run.spec.train.steps)}"),
@@ -137,6 +138,7 @@ def _facts(run: RunContent) -> Table:
         ("memory", format_memory(memory)),
         ("model", run.spec.model.name),
         ("launches", str(len(run.launches))),
+        ("restarts", str(restarts)),
         ("checkpoints", ", ".join(f"step {step} ({format_bytes(size)})" for step, size in run.checkpoints) or "-"),
         ("directory", str(run.summary.path)),
     ]
@@ -174,8 +176,9 @@ def _compare(runs: Sequence[RunContent], metric: Metric) -> Comparison:
         chart = charts.metric_chart(with_steps, title, {key: title.lower()}, unit, per_unit)
         drawn += [chart] if chart is not None else []
     scored = [(index, score) for index, run in enumerate(runs) if (score := _score(run, metric)) is not None]
-    settings = [(key, [values[index] for index, _ in scored]) for key, values in found.settings]
-    settings = [(key, values) for key, values in settings if len({as_override(value) for value in values}) > 1]
+    typed = {setting.key for run in runs for setting in run.settings if setting.origin == "command line"}
+    varied = [(key, [values[index] for index, _ in scored]) for key, values in found.settings]
+    settings = independent_settings(varied, typed)
     scores = [score for _, score in scored]
     importance = None
     if settings and len(scores) >= 3:
@@ -185,16 +188,18 @@ def _compare(runs: Sequence[RunContent], metric: Metric) -> Comparison:
         importance = setting_importance(settings, lower)
     return Comparison(
         settings=[(key, *map(as_override, values)) for key, values in found.settings],
-        figures=_figure_rows(runs, found),
+        figures=_figure_rows(runs, found, metric),
         charts=drawn,
         metric=metric.replace("_", " "),
         importance=None if importance is None else [(key, f"{share:.0%}") for key, share in importance],
     )
 
 
-def _figure_rows(runs: Sequence[RunContent], found: RunComparison) -> Table:
+def _figure_rows(runs: Sequence[RunContent], found: RunComparison, metric: Metric) -> Table:
+    """Return the headings and a row a run, the best by the metric first."""
     rows = []
-    for index, (run, best) in enumerate(zip(runs, found.best_losses, strict=True)):
+    for index in sorted(range(len(runs)), key=lambda index: _rank(runs[index], metric)):
+        run, best = runs[index], found.best_losses[index]
         figures = run.summary.figures
         common = found.common_losses[index] if found.common_step is not None else None
         rows.append(
@@ -222,6 +227,14 @@ def _score(run: RunContent, metric: Metric) -> float | None:
         "tokens_per_second": figures.tokens_per_second,
     }[metric]
     return value if value is not None and math.isfinite(value) else None
+
+
+def _rank(run: RunContent, metric: Metric) -> float:
+    """Return what sorts runs from the best to the worst; those without a score come last."""
+    score = _score(run, metric)
+    if score is None:
+        return math.inf
+    return score if metric in LOWER_IS_BETTER else -score
 
 
 def _clock(seconds: float) -> str:

@@ -25,15 +25,7 @@ torchrun --nproc_per_node 8 --nnodes 16 pretrain_gpt.py \\
   --save ckpt --load ckpt --save-interval 10000 --eval-interval 1000 --eval-iters 10 --log-interval 100
 """
 SCRIPTS = {"gpt3": GPT3_175B, "llama3": LLAMA3_8B}
-INSTEAD = {
-    "gpt3": ("tokenizer.path=/none/tokenizer.json",),
-    "llama3": (),
-}
-
-
-@pytest.fixture(params=SCRIPTS)
-def name(request):
-    return request.param
+TOKENIZER = "tokenizer.path=/none/tokenizer.json"
 
 
 @pytest.fixture
@@ -47,8 +39,16 @@ def recipe(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_they_rehearse(name, recipe, tmp_path):
-    spec, _ = resolved(recipe, *INSTEAD[name])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("gpt3", (TOKENIZER, "parallel.tp=2", "parallel.pp=2"), id="gpt3 on four workers"),
+        pytest.param("gpt3", (TOKENIZER,), id="gpt3", marks=pytest.mark.release),  # on sixteen
+        pytest.param("llama3", (), id="llama3"),
+    ],
+)
+def test_they_rehearse(name, recipe, overrides, tmp_path):
+    spec, _ = resolved(recipe, *overrides)
     small = shrink(spec).spec
     assert small.model.position_embedding == spec.model.position_embedding
     rehearsal = Rehearsal(small, tmp_path / "rehearsal", train_forked)

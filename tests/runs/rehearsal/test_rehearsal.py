@@ -24,8 +24,14 @@ from megalaunch.schema.build import leaves
 from megalaunch.schema.paths import value_at
 
 RECIPES = sorted(path.stem for path in PACKAGED.glob("*.yaml"))
-# Recipes with 16 workers and more, whose axes other recipes play, too.
-MANY_WORKERS = ("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b", "qwen3_235b_a22b")
+# Recipes whose blocks, axes and schedules others play, too: a twin for CPUs of each family with a published recipe
+# here, another size, and those with the most workers.
+PLAYED_BY_OTHERS = (
+    *("deepseek_v2_tiny", "gemma2_tiny", "gemma3_tiny", "gpt_neox_tiny", "gpt_oss_tiny", "gpt_tiny", "mistral_tiny"),
+    *("mixtral_tiny", "olmo2_tiny", "olmoe_tiny", "phi3_tiny", "qwen2_tiny", "qwen2_moe_tiny", "qwen3_tiny"),
+    *("qwen3_moe_tiny", "smollm3_tiny", "tiny", "deepseek_v2", "gpt_oss_120b", "llama2_7b", "llama32_1b"),
+    *("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b", "qwen3_235b_a22b"),
+)
 PHASES = ["data", "train", "resume", "reshard", "export", "generate"]
 
 
@@ -40,7 +46,6 @@ def temporary(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.serial
 @pytest.mark.slow
 def test_a_whole_rehearsal_of_two_workers_by_the_command(temporary):
     """It takes 20 s: the only test of all six phases with launcher, agents and workers."""
@@ -199,7 +204,7 @@ def test_a_resumed_run_must_repeat_the_steps_of_the_run_without_interruption(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.release] if name in MANY_WORKERS else []) for name in RECIPES]
+    "recipe", [pytest.param(name, marks=[pytest.mark.release] if name in PLAYED_BY_OTHERS else []) for name in RECIPES]
 )
 def test_a_shipped_recipe_rehearses(recipe, tmp_path):
     spec, _ = resolved(f"recipe={recipe}")
