@@ -172,6 +172,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train large language models with Megatron-style parallelism from declarative recipes.",
+    epilog="Example: megalaunch train recipe=quickstart",
 )
 
 

@@ -46,8 +46,9 @@ EXAMPLES = {
 
 
 def add_examples(command: Any, path: str) -> None:
-    """Set the example of a command, or of each command of a group, as the last line of its help page."""
-    for name, subcommand in getattr(command, "commands", {}).items():
+    """Set the example of a command as the last line of its help page; a group shows that of its first command."""
+    subcommands = getattr(command, "commands", {})
+    for name, subcommand in subcommands.items():
         add_examples(subcommand, f"{path} {name}")
-    if path in EXAMPLES:
-        command.epilog = f"Example: megalaunch {EXAMPLES[path]}"
+    shown = next(iter(subcommands), None)
+    command.epilog = f"Example: megalaunch {EXAMPLES[f'{path} {shown}' if shown else path]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +14,13 @@ _NUMBERS = {"int": "N", "int range": "N", "float": "NUMBER", "float range": "NUM
 
 class CommandGroup(TyperGroup):
     """A group whose help page lists its commands, each with its whole first sentence, under one or more headings."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of a command line; for a name that is none and near none, list the commands."""
+        near = difflib.get_close_matches(args[0], self.list_commands(ctx))
+        if self.get_command(ctx, args[0]) is None and not near and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. The commands are: {', '.join(self.list_commands(ctx))}.")
+        return super().resolve_command(ctx, args)
 
     def sections(self, ctx: Any) -> Iterator[tuple[str, list[str]]]:
         """Yield the headings of the list of commands, each with the names below it."""

@@ -25,6 +25,8 @@ from megalaunch.config.overrides import Overrides, parse_overrides, shadowed_ove
 from megalaunch.config.recipes import Recipe, is_path, recipe_files
 from megalaunch.config.search_space import Categorical, Range
 from megalaunch.schema import RunSpec, SpecError, SpecProblem, build_run_spec
+from megalaunch.schema.build import build_section
+from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.paths import entry_at
 
 _COMMAND_LINE_ONLY = ("train.eval_tasks.include_path",)
@@ -62,6 +64,11 @@ def compose(overrides: Sequence[str]) -> Composition:
     return Composer().compose(overrides)
 
 
+def compose_launcher(overrides: Sequence[str]) -> LauncherSpec:
+    """Compose the `launcher` section alone, for work that has no recipe; raises ConfigError with every problem."""
+    return Composer().launcher(overrides)
+
+
 def with_hydra(overrides: Sequence[str], use: Callable[[ConfigNodes, list[str]], None]) -> None:
     """Call `use` with the configs of a composition and its overrides in Hydra's grammar.
 
@@ -92,7 +99,8 @@ class Composer:
         incomplete = bool(problems)
         choices = {group: files.typed_option(group, option) for group, option in composed.choices.items()}
         typed = {override.key: override.value for override in parsed.values}
-        data, unresolved = to_plain_data(composed.with_values(typed))
+        with composed.with_values(typed) as config:
+            data, unresolved = to_plain_data(config)
         origins = _origins(files, choices, typed)
         problems += [SpecProblem(path, text, _where(origins, path)) for path, text in unresolved.items()]
         problems += _not_typed(origins, data)
@@ -108,6 +116,23 @@ class Composer:
         marked = _reopen_derived(origins, data)
         repeated = tuple(parsed.duplicates())
         return Composition(spec, marked, choices, tuple(overrides), repeated, _notes(files, spec))
+
+    def launcher(self, overrides: Sequence[str]) -> LauncherSpec:
+        """Compose the `launcher` section; see `compose_launcher`."""
+        problems: list[SpecProblem] = []
+        parsed = parse_overrides(overrides, problems)
+        _, composed = self._compose_files(parsed, problems)
+        typed = {override.key: override.value for override in parsed.values}
+        with composed.with_values(typed) as config:
+            data, unresolved = to_plain_data(config)
+        problems += [SpecProblem(path, text) for path, text in unresolved.items()]
+        try:
+            section = build_section(LauncherSpec, data["launcher"], "launcher.")
+        except SpecError as error:
+            problems += [problem for problem in error.problems if problem.path not in parsed.invalid]
+        if problems:
+            raise ConfigError(problems)
+        return section
 
     def _compose_files(self, parsed: Overrides, problems: list[SpecProblem]) -> tuple[ConfigFiles, Composed]:
         """Read the chosen files and let Hydra merge them; raises ConfigError if it merges nothing."""
@@ -233,5 +258,10 @@ def _locate(
         return located
     if not has_recipe:
         message = "no recipe is given; add one: recipe=quickstart works here (`megalaunch recipes list` shows all)"
+        branch = origins.get("checkpoint.branch_from")
+        if branch is not None and branch.kind == "command line":
+            message = (
+                "no recipe is given: a branch takes a run's state, not its settings; type those of its overrides.txt"
+            )
         return [SpecProblem("recipe", message, COMMAND_LINE), *located]
     return [p for p in found if p.path in missing] + located

@@ -9,12 +9,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megalaunch.cli.doctor import build_report, report_text
+from megalaunch.kernels import forms
+from megalaunch.kernels.grouped_linear import grouped_linear
+from megalaunch.platform import operators, selection
 from megalaunch.platform import packages as packages_module
-from megalaunch.platform import selection
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.operators import implementations
@@ -92,6 +96,30 @@ def test_operators_and_what_computes_them(device):
     assert "operators and their implementations here\n  causal attention " in report_text(
         build_report(machine(), [works(TORCH)]), everything=True
     )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "musa"])
+def test_the_permutation_of_tokens_is_the_one_that_runs(device, installed, monkeypatch):
+    monkeypatch.setattr(operators, "find_spec", lambda name: "found" if installed else None)
+    monkeypatch.setattr(forms, "_has_triton", lambda: installed)
+    said = {row.operator: row.implementation for row in implementations(device)}["permutation of tokens by expert"]
+    on_device = SimpleNamespace(is_cuda=device == "cuda")
+    in_triton = forms.uses_triton(on_device)
+    assert in_triton == (device == "cuda" and installed)
+    assert said == ("megalaunch.kernels.permute_triton" if in_triton else "megalaunch.kernels.permute, in torch")
+
+
+@pytest.mark.parametrize(("width", "calls"), [(8, 1), (7, 0)])  # 7 numbers of 4 bytes are no multiple of 16
+def test_the_matmuls_of_experts_are_those_that_run(width, calls, monkeypatch):
+    said = {row.operator: row.implementation for row in implementations("cpu")}["matmuls of experts"]
+    assert said == "megalaunch.kernels.grouped_linear: torch's grouped_mm, or a loop over experts"
+    seen, grouped_mm = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *args, **kwargs: seen.append(1) or grouped_mm(*args, **kwargs)
+    )
+    grouped_linear(torch.ones(4, width), torch.ones(2, 8, width), torch.tensor([1, 4], dtype=torch.int32))
+    assert len(seen) == calls
 
 
 def test_a_machine_with_gpus():

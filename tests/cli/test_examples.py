@@ -42,6 +42,11 @@ def test_the_example_is_the_last_line_of_the_help_page():
     assert "Example: megalaunch convert import hf://HuggingFaceTB/SmolLM2-135M" in " ".join(text.split())
 
 
+@pytest.mark.parametrize(("group", "example"), [([], "train recipe=quickstart"), (["runs"], EXAMPLES["runs list"])])
+def test_a_page_that_lists_commands_has_an_example_too(group, example):
+    assert CliRunner().invoke(app, [*group, "-h"]).output.endswith(f"\n  Example: megalaunch {example}\n")
+
+
 def test_the_commands_are_listed_in_groups():
     text = CliRunner().invoke(app, ["-h"]).output
     headings = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and line[0] != " "]

@@ -105,6 +105,12 @@ def test_the_conversion_of_a_path_is_named(tmp_path, monkeypatch, arguments, mea
     assert f"Did you mean 'megalaunch {meant}'?" in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [["convert", "RUN"], ["convert", "RUN", "--output", "out"], ["convert", "qqqq"]])
+def test_the_commands_of_a_group_are_named_where_none_is_near(arguments):
+    code, text = invoke(*arguments)
+    assert (code, "The commands are: import, export, import-megatron, upcycle." in text) == (2, True)
+
+
 def test_an_unknown_command_is_told_how_to_list_commands():
     assert "'megalaunch --help' lists the commands" in invoke("qqqq")[1]
 
@@ -184,3 +190,8 @@ def test_a_sweep_without_arguments_says_all_that_is_missing(tmp_path, monkeypatc
     example = re.search(r"megalaunch sweep (recipe=quickstart \S+ \S+)", text)
     assert example
     assert invoke("sweep", *example[1].split(), "--dry-run")[0] == 0
+
+
+def test_a_branch_without_a_recipe_is_told_where_its_settings_are():
+    code, text = invoke("train", "--from", "runs/a@20", "run.name=b")
+    assert (code, "not its settings; type those of its overrides.txt" in text) == (2, True)

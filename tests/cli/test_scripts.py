@@ -255,7 +255,7 @@ def checkout(tmp_path):
     """Our scripts, three files of tests, and a .venv whose Python prints its arguments."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "tests").mkdir()
-    for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.serial", "serial.py": "mark.serial"}.items():
+    for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.timed", "timed.py": "mark.timed"}.items():
         (tmp_path / "tests" / name).write_text(text)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -283,18 +283,18 @@ SELECTIONS = [([], "not slow and not gpu"), (["--all"], "not release and not gpu
 
 
 @pytest.mark.parametrize(("arguments", "selection"), SELECTIONS)
-def test_two_tests_at_once_and_then_the_serial_ones_alone(checkout, arguments, selection):
+def test_two_tests_at_once_and_then_the_timed_ones(checkout, arguments, selection):
     calls, err, code = called(checkout, *arguments)
     assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
     assert calls[3:] == [
-        f"1 -m pytest -m {selection} and not serial -n 2 --dist worksteal --durations=30",
-        f"-m pytest -m {selection} and serial --durations=30 tests/test_b.py",
+        f"1 -m pytest -m {selection} and not timed -n 2 --dist worksteal --durations=30",
+        f"-m pytest -m {selection} and timed -n 2 --dist loadfile --durations=30 tests/test_b.py",
     ]
     assert (err, code) == ("", 0)
 
 
 def test_those_that_follow_run_even_after_a_failure(checkout):
-    calls, err, code = called(checkout, fails="not serial")
+    calls, err, code = called(checkout, fails="not timed")
     assert len(calls) == 5
     assert err == f"failed: {calls[3].removeprefix('1 -m ')}\n"
     assert code == 1

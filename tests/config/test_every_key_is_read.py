@@ -24,6 +24,8 @@ RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stag
 # (parallel.overlap_p2p_comm: torch's interleaved schedules send without waiting, always; a plan compares both.)
 ELSEWHERE = {
     *("cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_p2p_comm"),
+    *("cluster.node_latency", "cluster.sites", "cluster.site_bandwidth", "cluster.site_latency"),
+    "parallel.moe_load_imbalance",
     "run.hub_revisions",  # of the launcher, which pins the names of a resume by it
 }
 

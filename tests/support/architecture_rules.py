@@ -127,7 +127,9 @@ ENGINE_FLOORS = (
 # As ENGINE_FLOORS: a token's way from a text to a sample.
 DATA_FLOORS = (
     ("errors", "prepared_files", "worker_process"),
-    ("cached_directory", "tokenizer"),
+    ("cached_directory", "tokenizer", "remote_store"),
+    ("remote_reader",),
+    ("remote_file",),
     ("indexed_dataset",),
     ("preprocess", "samples"),
     ("prepare", "train_tokenizer"),

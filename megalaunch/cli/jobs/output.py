@@ -10,6 +10,7 @@ from typing import Any
 
 from megalaunch.format.numbers import format_count, format_loss
 from megalaunch.format.table import table_lines
+from megalaunch.launchers.record import JobRecord
 from megalaunch.rundir.jsonl import read_last_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.runs.catalog.summarize import RunFigures, run_figures
@@ -23,11 +24,10 @@ def status_lines(job: RunJob) -> Iterator[str]:
     record, outcome = job.record, read_outcome(job.directory.outcome)
     yield str(job.directory.root)
     if record is not None:
-        yield _line(
-            "job", f"{record.id} of {record.launcher}, {_nodes(record.nodes)}, submitted {_time(record.submitted)}"
-        )
+        yield _line("job", f"{record.id} of {record.launcher}, {_size(record)}, submitted {_time(record.submitted)}")
     yield _line("state", str(job.status))
-    yield _line("step", _progress(_figures(job)))
+    if record is None or not record.is_task_set:
+        yield _line("step", _progress(_figures(job)))
     if outcome is not None:
         yield _line("outcome", f"{outcome.reason} (exit code {outcome.exit_code})")
     if record is not None:
@@ -73,8 +73,11 @@ def _progress(figures: RunFigures) -> str:
     return ", ".join(parts)
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count > 1 else ''}"
+def _size(record: JobRecord) -> str:
+    if record.is_task_set:
+        final = f", then job {record.final}" if record.tasks and record.final else ""
+        return f"{record.tasks} task{'s' if record.tasks != 1 else ''}{final}"
+    return f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
 
 
 def _time(seconds: float) -> str:

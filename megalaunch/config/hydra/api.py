@@ -39,12 +39,21 @@ class Composed:
         assert isinstance(chosen, dict)
         return {str(group): option for group, option in chosen.items() if option and "hydra/" not in str(group)}
 
-    def with_values(self, values: Mapping[str, Any]) -> DictConfig:
-        """Return a copy of the run's config with values by key, as Hydra sets the value of an override."""
-        config = copy.deepcopy(self.config)
-        for key, value in values.items():
-            OmegaConf.update(config, key, value)
-        return config
+    @contextmanager
+    def with_values(self, values: Mapping[str, Any]) -> Iterator[DictConfig]:
+        """Within the context, the run's config has values by key, as Hydra sets the value of an override.
+
+        Only the sections of the keys are copied, to put them back: a copy of all takes most of a composition's time.
+        """
+        sections = {key.partition(".")[0] for key in values} & set(self.config)
+        before = {name: copy.deepcopy(self.config[name]) for name in sections}
+        try:
+            for key, value in values.items():
+                OmegaConf.update(self.config, key, value)
+            yield self.config
+        finally:
+            for name, section in before.items():
+                self.config[name] = section
 
 
 def compose_config(nodes: ConfigNodes, overrides: Sequence[str]) -> Composed:
