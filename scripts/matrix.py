@@ -167,7 +167,7 @@ def train(cell: Cell) -> None:
 def run_parity(cell: Cell) -> None:
     """Compare layouts with one process, gradient by gradient."""
     log = cell.folder / "parity.log"
-    command = [cell.folder / "venv/bin/python", "-m", "pytest", "-q", "-m", "not slow and not gpu and not serial"]
+    command = [cell.folder / "venv/bin/python", "-m", "pytest", "-q", "-m", "not slow and not gpu and not timed"]
     code = call([*command, "-p", "no:cacheprovider", *PARITY], ROOT, log)
     result = passed(cell, code, f"parity tests: {log}")
     found = re.search(r"(\d+) passed", log.read_text())
