@@ -7,15 +7,14 @@ Only recipes without a history are called: layers have no state then that a chec
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from torch import nn
 
+from megalaunch.platform.package_interface import missing_names
 from megalaunch.schema.precision import Float8Spec
 
 _RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
@@ -73,24 +72,9 @@ def load_transformer_engine() -> TransformerEngine:
             f"transformer_engine cannot be imported ({type(error).__name__}: {error}); "
             "install one that was built for this torch, or set precision.fp8.implementation=native"
         ) from error
-    if missing := _missing({"pytorch": layers, "common.recipe": recipes}):
+    if missing := missing_names({"pytorch": layers, "common.recipe": recipes}, _BOUND):
         raise UnknownTransformerEngine(
             f"the installed transformer_engine has no {', '.join(missing)}; "
             "install another version of it, or set precision.fp8.implementation=native"
         )
     return TransformerEngine(layers.Linear, layers.autocast, recipes)
-
-
-def _missing(modules: Mapping[str, Any]) -> list[str]:
-    """Return which of the bound names and arguments are missing."""
-    found = []
-    for path, arguments in _BOUND.items():
-        module = next(name for name in modules if path.startswith(f"{name}."))
-        names = path.removeprefix(f"{module}.").split(".")
-        called = reduce(lambda owner, name: getattr(owner, name, None), names, modules[module])
-        if called is None:
-            found.append(path)
-        elif arguments:
-            accepted = inspect.signature(called).parameters
-            found += [f"{path}({argument}=)" for argument in arguments if argument not in accepted]
-    return found
