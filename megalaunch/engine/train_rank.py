@@ -11,6 +11,7 @@ from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.forward_backward import make_pipeline_forward
+from megalaunch.engine.train.network_check import check_network
 from megalaunch.engine.train.rank_sync import all_gather_objects
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
@@ -33,6 +34,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     if changes := override_changes(active, spec.platform.overrides):
         record.event("note", message=f"overrides differ from those of the launcher: {'; '.join(changes)}")
     spec = with_value(spec, {"platform.overrides": active})  # what checkpoints record
+    check_network(spec, mesh, record)
     state = build_train_state(spec, mesh)
     record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
     loop = Trainer(state, directory, record, stop, open_tasks(state, directory))

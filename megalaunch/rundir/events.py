@@ -13,6 +13,7 @@ from megalaunch.rundir.paths import RunDirectory
 EventName = Literal[
     "launch",
     "phase",
+    "network",
     "attention",
     "override",
     "resumed",
@@ -72,6 +73,20 @@ EVENTS: Mapping[EventName, EventKind] = {
             "phase": "name of the phase",
             "step": "last finished step",
             "elapsed_seconds": "seconds since the worker started",
+        },
+    ),
+    "network": EventKind(
+        _RANK_0,
+        "when the network of a run on several nodes was measured, before it builds the model (`launcher.preflight`)",
+        {
+            "nodes": "number of nodes",
+            "message_bytes": "size of the messages",
+            "bandwidth": "of an all-reduce in GB/s: 2 (n-1)/n x size / time for n ranks, nccl-tests' bus bandwidth",
+            "planned": "the same as `plan` counts it, where it knows the network",
+            "slow_nodes": "nodes whose links to both neighbours have less than half the bandwidth of the fastest link",
+            "slow_places": "these nodes and other slow links, with their hosts",
+            "slow_bandwidth": "of the slowest link, of one device, in GB/s; null without one",
+            "usual_bandwidth": "of the fastest link, of one device, in GB/s",
         },
     ),
     "attention": EventKind(

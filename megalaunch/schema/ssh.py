@@ -22,7 +22,7 @@ class SshSpec:
     replace_stragglers: bool = setting(
         False,
         "Save and restart with a spare host in place of one whose devices compute slower than those of the others "
-        "(train.straggler_interval).",
+        "(train.straggler_interval), or whose links are slower (launcher.preflight).",
     )
     connect_timeout: int = setting(10, "Time limit for connecting to a host.", "seconds", minimum=1, maximum=3600)
     environment: tuple[str, ...] = setting(

@@ -29,9 +29,9 @@ def hosts(tmp_path_factory):
         yield found
 
 
-def by_ssh(hosts: LinkedHosts, folder, shared) -> AbstractContextManager[subprocess.Popen[str]]:
+def by_ssh(hosts: LinkedHosts, folder, shared, *more: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """`megalaunch train` on the login machine."""
-    overrides = tiny_overrides(folder, *LENGTH, *hosts.overrides, "launcher.max_restarts=3", shared=shared)
+    overrides = tiny_overrides(folder, *LENGTH, *hosts.overrides, "launcher.max_restarts=3", *more, shared=shared)
     return started(folder, *overrides, inside=hosts.login)
 
 
@@ -89,3 +89,20 @@ def test_a_slow_link_only_slows_the_run(hosts, tmp_path, shared, undisturbed):
     seconds = [line["step_seconds"] for line in read_lines(run.metrics) if "loss" in line]
     assert max(seconds[before : before + 5]) > 3 * median(seconds[5:before])
     assert losses_of(run) == undisturbed
+
+
+def test_a_slow_network_is_told_before_the_first_step(hosts, tmp_path, shared, undisturbed):
+    """1 Mbit/s, where the cluster is said to have a hundred times as much."""
+    run = RunDirectory(tmp_path / "run")
+    hosts.slow_down("1mbit")
+    overrides = ("train.exit_at_step=1", "cluster.node_bandwidth=0.0125")
+    with by_ssh(hosts, tmp_path, shared, *overrides) as train:
+        wait_until(lambda: bool(events_of(run, "network")), 120)
+        hosts.speed_up()
+        output, _ = train.communicate(timeout=180)
+    assert train.returncode == 0, output
+    (event,) = events_of(run, "network")
+    assert event["bandwidth"] < 0.2e-3
+    assert f"an all-reduce over 2 nodes has {event['bandwidth']} GB/s, where the plan counts" in " ".join(
+        output.split()
+    )

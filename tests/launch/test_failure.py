@@ -194,6 +194,21 @@ def test_slow_ranks_show_in_the_display():
     )
 
 
+def test_a_slow_network_shows_in_the_display():
+    event = {"event": "network", "nodes": 4, "bandwidth": 21.0, "planned": 40.5, "slow_places": []}
+    assert event_message(event) is None
+    assert event_message({**event, "planned": None, "bandwidth": 0.1}) is None
+    assert event_message({**event, "bandwidth": 3.1}) == (
+        "warning: an all-reduce over 4 nodes has 3.1 GB/s, where the plan counts 40.5 GB/s: see which network it takes "
+        "(NCCL_DEBUG=INFO), or set cluster.node_bandwidth"
+    )
+    slow = {"slow_places": ["node 2 (n2)"], "slow_bandwidth": 1.2, "usual_bandwidth": 24.0}
+    assert event_message({**event, **slow}) == (
+        "warning: node 2 (n2): 1.2 GB/s, where other links have 24.0 GB/s: look at cables, adapters and other traffic "
+        "there"
+    )
+
+
 def test_zero_gradients_show_in_the_display():
     event = {"event": "zero_gradient", "step": 2, "limit": 10}
     said = "warning: the gradient norm of step 2 is exactly 0: no parameter is updated"

@@ -306,20 +306,31 @@ def test_a_dry_run_names_the_spare_hosts(ssh, tmp_path):
     assert train(tmp_path, _THREE, "--dry-run").stdout.endswith("\n# spare hosts: c\n")
 
 
-@pytest.mark.parametrize(("hosts", "moves"), [("[me@a,b,c]", 1), ("[me@a,b]", 0)])
-def test_a_spare_host_takes_the_place_of_a_straggler(ssh, tmp_path, hosts, moves):
+SLOW_DEVICE = {"event": "straggler", "step": 60, "cause": "compute", "ranks": [1], "nodes": [1]}
+SLOW_LINKS = {"event": "network", "nodes": 2, "slow_nodes": [1]}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "event", "reason"),
+    [
+        ("[me@a,b,c]", SLOW_DEVICE, "node 1 (b) computed slower than the others"),
+        ("[me@a,b,c]", SLOW_LINKS, "node 1 (b) had slower links than the others"),
+        ("[me@a,b]", SLOW_DEVICE, None),
+    ],
+)
+def test_a_spare_host_takes_the_place_of_a_slow_node(ssh, tmp_path, hosts, event, reason):
     run = RunDirectory(tmp_path / "run")
-    slow = json.dumps({"time": 1.0, "event": "straggler", "step": 60, "cause": "compute", "ranks": [1], "nodes": [1]})
+    slow = json.dumps({"time": 1.0, **event})
     greet, order, started, _ = playing_hosts(0).split("; ")
     stopped = 'while read line; do test "$line" = stop && break; done; echo \'{"exit": 75}\''
     first = f"{greet}; {order}; touch marker; {started}; echo '{slow}' >> {run.events}; {stopped}"
     ssh(f"if test -e marker; then {playing_hosts(5)}; else {first}; fi")
     more = ("launcher.ssh.replace_stragglers=true", "train.straggler_interval=20", "launcher.max_restarts=1")
-    if moves:
-        done = train(tmp_path, f"launcher.ssh.hosts={hosts}", *more)
+    if reason:
+        train(tmp_path, f"launcher.ssh.hosts={hosts}", *more)
         assert moves_of(run) == ["node 1 moves from b to the spare host c"]
         told = [json.loads(line) for line in run.events.read_text().splitlines()]
-        assert "node 1 (b) computed slower than the others" in [event.get("reason") for event in told]
+        assert reason in [event.get("reason") for event in told]
     else:
         done = train(tmp_path, f"launcher.ssh.hosts={hosts}", *more)
         assert done.exit_code == 2

@@ -134,3 +134,12 @@ def all_gather_objects(mine: object) -> list[object]:
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
+
+
+def all_gather_numbers(device: torch.device, *mine: float) -> list[list[float]]:
+    """All-gather numbers in fp32: return each number of all ranks, in rank order. The host waits for the device."""
+    world = dist.get_world_size()
+    gathered = torch.empty(world * len(mine), dtype=torch.float32, device=device)
+    dist.all_gather_into_tensor(gathered, torch.tensor(mine, dtype=torch.float32, device=device))
+    numbers: list[list[float]] = gathered.view(world, len(mine)).T.tolist()
+    return numbers

@@ -15,12 +15,11 @@ from statistics import median
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.precision.policy import compute_dtype
-from megalaunch.engine.train.rank_sync import all_gather_objects
+from megalaunch.engine.train.rank_sync import all_gather_numbers, all_gather_objects
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.schema import RunSpec
 
@@ -94,7 +93,7 @@ class StragglerDetector:
         self._elapsed, self._waited = self._elapsed + seconds, self._waited + waited
         if not self._interval or step % self._interval:
             return
-        probed, shares = self._gather(self._time_probe(), self._waited / self._elapsed)
+        probed, shares = all_gather_numbers(self._mesh.device, self._time_probe(), self._waited / self._elapsed)
         self._elapsed = self._waited = 0.0
         for cause, ranks in find_slow_ranks(probed, shares, self._threshold).items():
             self._count(cause, ranks)
@@ -121,16 +120,9 @@ class StragglerDetector:
         """Time as many matmuls as take 2 ms on most ranks: the same number on all of them."""
         device, dtype = self._mesh.device, self._dtype
         if self._products == 0:
-            (each,) = self._gather(time_matmuls(device, dtype, products=1))
+            (each,) = all_gather_numbers(device, time_matmuls(device, dtype, products=1))
             self._products = max(1, round(_PROBE_SECONDS / median(each)))
         return time_matmuls(device, dtype, self._products)
-
-    def _gather(self, *mine: float) -> list[list[float]]:
-        """Return each number of all ranks, in rank order."""
-        world, device = self._mesh.topology.world, self._mesh.device
-        gathered = torch.empty(world * len(mine), dtype=torch.float32, device=device)
-        dist.all_gather_into_tensor(gathered, torch.tensor(mine, dtype=torch.float32, device=device))
-        return gathered.view(world, len(mine)).T.tolist()
 
     def _count(self, cause: Cause, ranks: Sequence[int]) -> None:
         for rank in range(self._mesh.topology.world):

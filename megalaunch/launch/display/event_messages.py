@@ -45,6 +45,8 @@ def event_message(event: Record) -> str | None:
             return _bad_step(event)
         case "expert_collapse":
             return _collapsed(event)
+        case "network":
+            return _slow_network(event)
         case "straggler":
             return _slow_ranks(event)
         case "early_stopping":
@@ -96,6 +98,22 @@ def _slow_ranks(event: Record) -> str:
     else:
         what = f"compute{several} at {part} of the usual speed: look at clock, temperature and other processes there"
     return f"warning: {shown} {what} (3 checks in a row up to step {event.get('step')})"
+
+
+def _slow_network(event: Record) -> str | None:
+    places, planned, measured = event.get("slow_places"), event.get("planned"), event.get("bandwidth")
+    if isinstance(places, list) and places:
+        slow, usual = event.get("slow_bandwidth"), event.get("usual_bandwidth")
+        return (
+            f"warning: {'; '.join(map(str, places))}: {slow} GB/s, where other links have {usual} GB/s: look at "
+            "cables, adapters and other traffic there"
+        )
+    if isinstance(planned, (int, float)) and isinstance(measured, (int, float)) and measured < planned / 2:
+        return (
+            f"warning: an all-reduce over {event.get('nodes')} nodes has {measured} GB/s, where the plan counts "
+            f"{planned} GB/s: see which network it takes (NCCL_DEBUG=INFO), or set cluster.node_bandwidth"
+        )
+    return None
 
 
 def _stopped_early(event: Record) -> str:

@@ -119,7 +119,7 @@ class NodeStarter(ABC):
         """
 
     def may_replace_stragglers(self, nodes: Sequence[int]) -> bool:
-        """Return whether nodes that compute slower than the others should be replaced, and can be."""
+        """Return whether nodes that are slower than the others should be replaced, and can be."""
         return False
 
     def replace(self, nodes: Sequence[int]) -> bool:
@@ -136,6 +136,7 @@ class AttachedJob:
         self._events = JsonlTail(self._directory.events, at_end=True)
         self._nodes = starter.start(0, lambda: False)
         self._stragglers: tuple[int, ...] = ()  # nodes that the next attempt leaves out
+        self._slower = ""  # in what way
         self._budget = RestartBudget(job.settings.max_restarts, job.settings.restart_backoff, self._saved_step())
         self._stop, self._now = threading.Event(), threading.Event()
         self.status = JobStatus("running", "RUNNING", nodes=self._hosts)
@@ -214,10 +215,13 @@ class AttachedJob:
 
     def _find_stragglers(self) -> None:
         for event in self._events.read_new()[0]:
-            if event.get("event") == "straggler" and event.get("cause") == "compute" and not self._stragglers:
-                nodes = tuple(event["nodes"])
-                if self._starter.may_replace_stragglers(nodes):
-                    self._stragglers = nodes
+            computes_slower = event.get("event") == "straggler" and event.get("cause") == "compute"
+            nodes = tuple(event["nodes"]) if computes_slower else tuple(event.get("slow_nodes") or ())
+            if nodes and not self._stragglers and self._starter.may_replace_stragglers(nodes):
+                self._stragglers = nodes
+                self._slower = (
+                    "computed slower than the others" if computes_slower else "had slower links than the others"
+                )
 
     def _end(self, first: HeldNode, lost: bool) -> _End:
         code = first.exit_code
@@ -229,7 +233,7 @@ class AttachedJob:
             return _End(f"{first} was lost", not self._stop.is_set(), lost, failed_nodes=(first.node,))
         if slow and code == ExitCode.PREEMPTED and not self._stop.is_set():
             names = " and ".join(str(node) for node in self._nodes if node.node in slow)
-            return _End(f"{names} computed slower than the others", False, lost, slow, needs_spares=True)
+            return _End(f"{names} {self._slower}", False, lost, slow, needs_spares=True)
         what = f"{first} ended with {_shown(code)}"
         if code == ExitCode.CONFIGURATION and (outcome := read_outcome(self._directory.outcome)) is not None:
             refused = tuple(outcome.details.get(FAILED_NODES, ()))
