@@ -84,6 +84,14 @@ def test_what_does_not_divide_has_findings_and_no_plan():
     assert "memory" not in report
 
 
+def test_warnings_about_what_is_planned_are_shown_and_no_others():
+    dispatcher = "parallel.moe_token_dispatcher_type=allgather"
+    result = plan("recipe=mixtral_tiny", "parallel=dp1", "train.steps=100", "checkpoint.interval=0", dispatcher)
+    assert result.exit_code == 0
+    assert re.findall(r"^\w+: .*\[(.*)\]$", result.output, re.MULTILINE) == ["moe.dispatcher_without_ep"]
+    assert result.output.startswith("warning: parallel.moe_token_dispatcher_type")
+
+
 def test_an_open_vocabulary_is_asked_for():
     result = plan("recipe=tiny", "data.mock=false")
     assert result.exit_code == 2

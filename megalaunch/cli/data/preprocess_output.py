@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megalaunch.cli.output.progress import ProgressLine
-from megalaunch.format.numbers import format_duration
+from megalaunch.format.numbers import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from megalaunch.data.preprocess.preprocess import Result
@@ -66,9 +66,9 @@ def _show_progress(line: ProgressLine, documents: int | None) -> Callable[[Progr
 def _line(progress: Progress) -> str:
     seconds = max(progress.seconds, 1e-9)
     speed = progress.bytes_read / seconds
-    rates = f"{progress.documents:,} documents  {speed / 1e6:.1f} MB/s  {progress.tokens / seconds:,.0f} tokens/s"
+    rates = f"{progress.documents:,} documents  {format_bytes(speed)}/s  {progress.tokens / seconds:,.0f} tokens/s"
     if not progress.bytes_total:  # the size of standard input is not known
-        return f"{progress.bytes_read / 1e6:,.1f} MB  {rates}"
+        return f"{format_bytes(progress.bytes_read)}  {rates}"
     share = min(progress.bytes_read / progress.bytes_total, 1.0)
     bar = "#" * round(share * _BAR)
     left = max(progress.bytes_total - progress.bytes_read, 0) / max(speed, 1e-9)
@@ -79,7 +79,7 @@ def summary(result: Result) -> str:
     """Return the counts, the records left out, and the files of a result as text."""
     counts = result.counts
     lines = [
-        f"{counts.written:,} documents, {counts.tokens:,} tokens, {counts.bytes_read / 1e6:,.1f} MB "
+        f"{counts.written:,} documents, {counts.tokens:,} tokens, {format_bytes(counts.bytes_read)} "
         f"in {counts.seconds:.1f} s ({result.engine.name})"
     ]
     left_out = counts.skipped + counts.quarantined

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megalaunch.schema import RunSpec
 
 _GB = 1e9
+_PLANNED = {"model", "parallel", "precision", "recompute", "platform", "cluster", "batch"}  # sections of the spec
 _MACHINE = "platform.this_machine"  # the rule about a platform that is asked for and cannot be used here
 _COMPUTE = {
     "matmul": "matmuls",
@@ -82,8 +83,7 @@ def _as_text(
     from megalaunch.plan.report import finding_block, run_table
 
     spec, cluster = resolution.spec, _cluster_text(resolution)
-    # Warnings about what a start needs, such as data, do not matter for a plan.
-    shown = [f for f in findings if f.severity == "error" or f.rule in ("memory.fits", _MACHINE)]
+    shown = [f for f in findings if f.severity == "error" or f.rule in ("memory.fits", _MACHINE) or _is_planned(f)]
     if prediction is None:
         hint = "; give the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
         shown = shown or [f for f in findings if f.severity == "warning"]
@@ -100,6 +100,11 @@ def _as_text(
     if with_assumptions:
         blocks.append(_assumptions_text(spec))
     return "\n\n".join(blocks)
+
+
+def _is_planned(finding: Finding) -> bool:
+    """Return whether a warning is about what a plan depends on; others, such as those about data, matter at a start."""
+    return finding.severity == "warning" and finding.path.split(".")[0] in _PLANNED
 
 
 def _cluster_text(resolution: Resolution) -> list[str]:
