@@ -21,14 +21,14 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.local_checks import local_problems
 from megalaunch.engine.agent.member import Endpoint, NodeLost, PreflightFailed, RendezvousProblem
-from megalaunch.engine.agent.output import log
+from megalaunch.engine.agent.output import NoLogFiles, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
 from megalaunch.engine.torch_private import make_elastic_agent
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
@@ -103,7 +103,7 @@ class _NodeAgent:
         )
         self._agent = make_elastic_agent(
             worker,
-            DefaultLogsSpecs(),
+            NoLogFiles(),
             max(1, int(self._spec.launcher.stop_grace_period)),
             start_method="fork" if self._node.fork else "spawn",  # of a function; a command is neither
             exit_barrier_timeout=EXIT_SECONDS,
