@@ -3,6 +3,7 @@
     scripts/faults [F1...]         run their tests, slow ones too; exit code 1 if one fails
     scripts/faults --table         write the table of docs/reliability.md
     scripts/faults --measure N     kill a worker N times in a tiny run, stop one N times in another; print p50 and p95
+    scripts/faults --storm         strike one tiny run with fifty faults, and compare its end (--help: more options)
 
 Everything happens in processes of its own on this machine, over the loopback interface.
 """
@@ -18,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
 
 import yaml
 
@@ -79,17 +79,15 @@ def run(names: Sequence[str]) -> int:
 
 def measure(times: int) -> None:
     """Kill a worker `times` times, then stop one as often; print how long it took to notice and to train again."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from fault_storm import percentiles
+
     for number, name in ((signal.SIGKILL, "crash"), (signal.SIGSTOP, "hang")):
         with tempfile.TemporaryDirectory() as folder:
             found = strike(Path(folder), number, times)
         for index, what in enumerate((f"{name} noticed", f"{name} to the next step")):
-            seconds = sorted(pair[index] for pair in found)
-            cuts = quantiles(seconds, n=20, method="inclusive")
-            print(
-                f"{what:<24} p50 {cuts[9]:5.1f} s  p95 {cuts[18]:5.1f} s  max {seconds[-1]:5.1f} s  n {times}",
-                flush=True,
-            )
+            seconds = [pair[index] for pair in found]
+            p50, p95 = percentiles(seconds)
+            print(f"{what:<24} p50 {p50:5.1f} s  p95 {p95:5.1f} s  max {max(seconds):5.1f} s  n {times}", flush=True)
 
 
 def strike(folder: Path, number: signal.Signals, times: int) -> list[tuple[float, float]]:
@@ -126,6 +124,10 @@ def main(arguments: Sequence[str]) -> int:
             write_table()
         case ["--measure", count] if count.isdigit() and int(count) > 1:
             measure(int(count))
+        case ["--storm", *options]:
+            from fault_storm import main as storm
+
+            return storm(options)
         case names if all(name in known for name in names):
             return run(names)
         case _:
