@@ -102,10 +102,12 @@ def build_report(
     import shutil
 
     import megalaunch
-    from megalaunch.plan.attention_backends import serving_backends
+    from megalaunch.plan.attention_backends import describe_auto, serving_backends
+    from megalaunch.platform.packages import missing_attention_package
 
     chip = machine.chip
     operators, plugin_problems = _implementations(chip.device)
+    lacking = {name: missing_attention_package(name) for name in serving_backends(chip.device)}
     return {
         "megalaunch": megalaunch.__version__,
         "python": platform.python_version(),
@@ -131,7 +133,9 @@ def build_report(
             for package, version in (optional or {}).items()
         ],
         "operators": operators,
-        "attention_backends": list(serving_backends(chip.device)),
+        "attention_backends": [name for name, package in lacking.items() if package is None],
+        "attention_auto": describe_auto(chip.device),
+        "attention_missing": {name: package.install_command for name, package in lacking.items() if package},
         "problems": _merged(
             [
                 *_platform_problem(machine),
@@ -307,7 +311,13 @@ def report_text(report: dict[str, Any], everything: bool = False) -> str:
         lines += _optional_rows(report["optional"]) if everything else _optional_versions(report["optional"])
     if everything:
         lines += ["", "operators and their implementations here", *table_lines(_operators(report["operators"]))]
-        lines += table_lines([("model.attention_backend", " | ".join(report["attention_backends"]))])
+        lines += table_lines(
+            [
+                ("model.attention_backend", " | ".join(report["attention_backends"])),
+                ("  auto", report["attention_auto"]),
+                *((f"  {name}", f"not installed: {fix}") for name, fix in report["attention_missing"].items()),
+            ]
+        )
     lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
@@ -333,7 +343,7 @@ def _operators(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
 def _optional_versions(rows: list[dict[str, Any]]) -> list[str]:
     """Return the optional packages as running text; those that are not installed are named at the end of the report."""
     joined = ", ".join(f"{row['name']}\0{row['version']}" for row in rows if row["version"])  # kept on one line
-    lines = textwrap.wrap(joined or "none", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    lines = textwrap.wrap(joined or "none", _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
 
 
@@ -349,7 +359,7 @@ def _has_all_packages(optional: list[dict[str, Any]]) -> str:
     if not absent:
         return "nothing is missing"
     text = f"nothing required for training is missing; optional and not installed: {', '.join(absent)}"
-    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _chip_text(machine: dict[str, Any]) -> str:

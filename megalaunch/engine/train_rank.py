@@ -7,6 +7,7 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RunEnd
@@ -36,7 +37,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     spec = with_value(spec, {"platform.overrides": active})  # what checkpoints record
     check_network(spec, mesh, record)
     state = build_train_state(spec, mesh)
-    record.event("attention", backend=spec.model.attention_backend, kernel=describe_backend(spec))
+    record.event("attention", backend=spec.model.attention_backend, kernel=_attention_kernel(spec))
     loop = Trainer(state, directory, record, stop, open_tasks(state, directory))
     try:
         loop.resume()
@@ -47,6 +48,12 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
     if ending.exit_code == ExitCode.DONE and is_last:
         _generate_final_sample(state, directory, record)
     return ending
+
+
+def _attention_kernel(spec: RunSpec) -> str:
+    """Return which kernel of attention a run takes, and why; of a package also its version."""
+    load = PACKAGE_KERNELS.get(spec.model.attention_backend)
+    return describe_backend(spec) if load is None else f"{load().description}, {describe_backend(spec)}"
 
 
 def record_overrides(device: str, record: RunLogger) -> tuple[str, ...]:

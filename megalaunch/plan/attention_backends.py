@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megalaunch.platform.chips import CHIPS
-from megalaunch.platform.platforms import FUSED_ATTENTION
+from megalaunch.platform.platforms import FUSED_ATTENTION, PACKAGE_ATTENTION
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend, ModelSpec
 
@@ -33,8 +33,10 @@ class BackendFacts:
         masks: sliding windows and packed documents: "any", up to `DENSE_MASK_TOKENS` ("dense"), or none.
         soft_cap, sinks, dropout: the score modifications that it computes.
         exchanges: the values of parallel.cp_comm_type that it works with.
+        masked_exchanges: those of them that it works with in sliding windows and packed documents; None: all.
         deterministic: it has a deterministic backward pass on a GPU.
-        missing: why the engine cannot use it yet; None: it can.
+        package: it is of another package, and auto never takes it.
+        nvidia_only: it has no kernels for other chips that torch calls cuda.
     """
 
     meaning: str
@@ -46,12 +48,15 @@ class BackendFacts:
     sinks: bool = False
     dropout: bool = False
     exchanges: tuple[str, ...] = ("a2a",)
+    masked_exchanges: tuple[str, ...] | None = None
     deterministic: bool = True
-    missing: str | None = None
+    package: bool = False
+    nvidia_only: bool = False
 
 
 _ALL_EXCHANGES = ("p2p", "a2a", "allgather", "a2a+p2p")
-# Limits of the operators: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and its FlexAttention.
+# Limits of the operators: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and its FlexAttention; those of
+# flash-attn: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp of its 2.8 sources.
 BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
     {
         "flash": BackendFacts(
@@ -80,22 +85,35 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             dropout=True,
             exchanges=_ALL_EXCHANGES,
         ),
-        "flash_attn": BackendFacts("package flash-attn", missing="the engine has no adapter for package flash-attn"),
+        "flash_attn": BackendFacts(
+            "package flash-attn",
+            gpu_16_bits_only=True,
+            head_sizes=(1, 256),
+            soft_cap=True,
+            exchanges=("a2a", "allgather"),
+            package=True,
+        ),
         "te": BackendFacts(
-            "Transformer Engine's DotProductAttention", missing="the engine has no adapter for Transformer Engine"
+            "Transformer Engine's DotProductAttention",
+            gpu_16_bits_only=True,
+            head_sizes=(1, 256),
+            exchanges=("a2a", "allgather"),
+            package=True,
+            nvidia_only=True,
         ),
     }
 )
-"""The backends by name; `auto` selects among kernels by device, dtype and mask, and computes everything."""
+"""The backends by name; `auto` selects among torch's kernels by device, dtype and mask, and computes everything."""
 
 
 def serving_backends(device: str) -> tuple[AttentionBackend, ...]:
     """Return the backends that run on a device type, auto first."""
-    return ("auto", *(name for name, facts in BACKENDS.items() if _runs_on(name, device) and not facts.missing))
+    return ("auto", *(name for name in BACKENDS if _runs_on(name, device)))
 
 
 def _runs_on(name: AttentionBackend, device: str) -> bool:
-    return BACKENDS[name].any_device or name in FUSED_ATTENTION.get(device, ())
+    facts = BACKENDS[name]
+    return facts.any_device or name in (PACKAGE_ATTENTION if facts.package else FUSED_ATTENTION).get(device, ())
 
 
 def device_of(spec: RunSpec) -> str | None:
@@ -153,6 +171,13 @@ _KERNELS: Mapping[AutoKernel, str] = MappingProxyType(
         "cpu": "kernels/causal_attention.py, or torch's flash attention",
     }
 )
+
+
+def describe_auto(device: str) -> str:
+    """Return among which kernels `auto` selects on a device type, in one sentence."""
+    kernels: tuple[AutoKernel, ...] = ("cpu",) if device == "cpu" else ("torch", "dense_mask")
+    kernels += ("flash_blocks", "fp32_blocks") if _runs_on("flash", device) else ("fp32_blocks",)
+    return f"{'; '.join(_KERNELS[kernel] for kernel in kernels)}: by mask, dtype and length, never of another package"
 
 
 def describe_backend(spec: RunSpec) -> str:

@@ -7,11 +7,13 @@ missing library) cannot break this process, and torch is not loaded into it.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.platform.torch_backends import backend_that_may_crash, broken_backend
@@ -65,10 +67,35 @@ DEEP_EP = Package(
 TRANSFORMER_ENGINE = Package(
     "transformer-engine",
     "te",
-    "precision.fp8.implementation=transformer_engine",
-    "from megalaunch.engine.precision.transformer_engine import load_transformer_engine as load; load()",
+    "precision.fp8.implementation=transformer_engine, model.attention_backend=te",
+    "from megalaunch.engine.precision.transformer_engine import load_transformer_engine as load; load(); "
+    "from megalaunch.engine.model.attention.transformer_engine import load_te_attention as load; load()",
     only_gpu=True,
 )
+
+FLASH_ATTN = Package(
+    "flash-attn",
+    "",
+    "model.attention_backend=flash_attn",
+    "from megalaunch.engine.model.attention.flash_attn import load_flash_attn as load; load()",
+    only_gpu=True,
+    install="--no-build-isolation 'flash-attn>=2.6'",
+)
+
+ATTENTION_PACKAGES: Mapping[str, tuple[Package, tuple[str, ...]]] = MappingProxyType(
+    {
+        "flash_attn": (FLASH_ATTN, ("flash_attn", "flash_attn_interface")),
+        "te": (TRANSFORMER_ENGINE, ("transformer_engine",)),
+    }
+)
+"""The packages of values of model.attention_backend, and their modules, of which one must be there."""
+
+
+def missing_attention_package(backend: str) -> Package | None:
+    """Return the package that this machine lacks for a value of model.attention_backend; None: it lacks none."""
+    package, modules = ATTENTION_PACKAGES.get(backend, (None, ()))
+    return None if any(importlib.util.find_spec(module) for module in modules) else package
+
 
 OPTIONAL = (
     Package("gigatoken", "data", "preprocess encodes several times faster"),
@@ -86,6 +113,7 @@ OPTIONAL = (
     Package("opentelemetry-exporter-otlp-proto-http", "trackers", "logging.trackers=[opentelemetry]"),
     Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", only_gpu=True),
     DEEP_EP,
+    FLASH_ATTN,
     TRANSFORMER_ENGINE,
 )
 """Packages that only some commands or options need. They are not imported for the check, unless they have a probe."""

@@ -74,5 +74,8 @@ FUSED_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The values of model.attention_backend that name a fused kernel which torch has for a device type."""
 
+PACKAGE_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType({"cuda": ("flash_attn", "te")})
+"""The values of model.attention_backend that name a kernel of another package, by device type."""
+
 PLATFORMS: Mapping[str, PlatformFacts] = MappingProxyType({row.device: row for row in _ROWS})
 """The platforms of megalaunch by device type; `all_platforms` of plugins.py has those of other packages too."""

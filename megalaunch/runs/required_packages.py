@@ -27,7 +27,13 @@ def require_training_packages() -> None:
 def require_optional_packages(spec: RunSpec) -> None:
     """End the command if this machine lacks a package, or a version of torch, that the resolved spec asks for."""
     from megalaunch.plan.topology import Topology
-    from megalaunch.platform.packages import DEEP_EP, EXPERT_MESH_TORCH, TRANSFORMER_ENGINE, lacks_expert_mesh
+    from megalaunch.platform.packages import (
+        DEEP_EP,
+        EXPERT_MESH_TORCH,
+        TRANSFORMER_ENGINE,
+        lacks_expert_mesh,
+        missing_attention_package,
+    )
 
     missing = [name for name in spec.logging.trackers if not _is_installed(_TRACKER_MODULES.get(name, name))]
     if missing:
@@ -54,6 +60,13 @@ def require_optional_packages(spec: RunSpec) -> None:
             f"({TRANSFORMER_ENGINE.name}), which is not installed.\n"
             f"fix:  {TRANSFORMER_ENGINE.install_command}\n"
             "      or precision.fp8.implementation=native"
+        )
+    backend = spec.model.attention_backend
+    if (package := missing_attention_package(backend)) is not None:
+        fail(
+            f"model.attention_backend={backend} needs the package {package.name}, which is not installed.\n"
+            f"fix:  {package.install_command}\n"
+            "      or model.attention_backend=auto"
         )
 
 

@@ -91,6 +91,23 @@ def test_without_transformer_engine_it_says_how_to_install_it(capsys):
     assert "pip install 'megalaunch[te]'" in said
 
 
+@pytest.mark.parametrize(
+    ("backend", "install"),
+    [("flash_attn", "pip install --no-build-isolation 'flash-attn>=2.6'"), ("te", "pip install 'megalaunch[te]'")],
+)
+def test_without_a_package_of_attention_it_says_how_to_install_it(backend, install, capsys):
+    spec = composed("recipe=tiny", "data.corpus=x").spec
+    with pytest.raises(typer.Exit) as refused:
+        require_optional_packages(with_values(spec, {"model.attention_backend": backend}))
+    assert refused.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert f"model.attention_backend={backend} needs the package " in said
+    assert f"fix:  {install}\n      or model.attention_backend=auto\n" in said
+    _, problem = local_device(with_values(spec, {"model.attention_backend": backend, "platform.chip": "cpu"}))
+    assert problem is not None
+    assert problem.reason.endswith(f"lacks: {install}")
+
+
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
     result = invoke("--dry-run", *tiny_overrides(folder))
     assert result.exit_code == 0, result.output

@@ -9,8 +9,8 @@ from megalaunch.plan.attention_backends import describe_backend, serving_backend
 from megalaunch.plan.check import check
 
 TINY = ("recipe=tiny", "data.corpus=x")
-H100 = (*TINY, "platform=h100", "cluster.nodes=1", "cluster.devices_per_node=8", "batch.global_batch_size=16",
-        "precision.compute_dtype=bf16")  # fmt: skip
+GPUS = ("cluster.nodes=1", "cluster.devices_per_node=8", "batch.global_batch_size=16", "precision.compute_dtype=bf16")
+H100, MI300X = (*TINY, "platform=h100", *GPUS), (*TINY, "platform=mi300x", *GPUS)
 WIDE = ("model.head_dim=16",)
 FP32 = "precision.compute_dtype=fp32"
 WINDOW = "model.sliding_window=8"
@@ -25,8 +25,8 @@ def _errors(*overrides: str) -> dict[str, str]:
 
 
 REFUSED = {
-    "flash_attn": (TINY, "the engine has no adapter for package flash-attn"),
-    "te": (TINY, "the engine has no adapter for Transformer Engine"),
+    "flash_attn": (TINY, "flash_attn attention does not run on cpu"),
+    "te": (TINY, "te attention does not run on cpu"),
     "flex": (TINY, "torch's FlexAttention has no backward pass on cpu"),
     "cudnn": (TINY, "cudnn attention does not run on cpu"),
     "flash": ((*H100, FP32), "flash attention takes bf16 and fp16, but compute_dtype is fp32"),
@@ -39,6 +39,14 @@ REFUSED = {
     "efficient ": ((*H100, *LONG, WINDOW), "efficient attention does not compute a sliding window above 2048 tokens"),
     "flex   ": ((*H100, *WIDE, "parallel=cp2"), "flex attention does not work with cp_comm_type p2p"),
     "cudnn   ": ((*H100, "train.deterministic=true"), "cudnn attention has no deterministic backward pass"),
+    "flash_attn ": ((*H100, FP32), "flash_attn attention takes bf16 and fp16, but compute_dtype is fp32"),
+    "flash_attn  ": ((*H100, "model.head_dim=512"), "flash_attn attention takes heads of at most 256"),
+    "flash_attn   ": ((*H100, "model.attention_sinks=true"), "flash_attn attention does not compute attention_sinks"),
+    "flash_attn    ": ((*H100, "model.attention_dropout=0.1"), "attention does not compute attention_dropout"),
+    "flash_attn     ": ((*H100, "parallel=cp2"), "flash_attn attention does not work with cp_comm_type p2p"),
+    "te ": ((*H100, "model.attn_logit_softcapping=30"), "te attention does not compute attn_logit_softcapping"),
+    "te  ": ((*H100, "model.attention_dropout=0.1"), "te attention does not compute attention_dropout"),
+    "te   ": (MI300X, "Transformer Engine's DotProductAttention has no kernels for mi300x"),
     "math": (
         (*H100, "parallel=cp2", PACKED, "parallel.dynamic_context_parallel=true"),
         "dynamic context parallelism selects the kernel of each document",
@@ -56,7 +64,27 @@ def test_what_a_backend_does_not_compute_is_refused(case):
 def test_the_backends_of_a_device():
     assert serving_backends("npu") == ("auto", "math")  # operator by operator: on every device
     assert serving_backends("cpu") == ("auto", "flash", "math")
-    assert serving_backends("cuda") == ("auto", "flash", "cudnn", "efficient", "flex", "math")
+    assert serving_backends("cuda") == ("auto", "flash", "cudnn", "efficient", "flex", "math", "flash_attn", "te")
+
+
+SERVED = {
+    "flash_attn": ("model.attn_logit_softcapping=30", WINDOW, PACKED, "train.deterministic=true"),
+    "te": (WINDOW, PACKED, "train.deterministic=true"),
+}
+
+
+@pytest.mark.parametrize("exchange", [None, "a2a", "allgather"])
+@pytest.mark.parametrize("backend", SERVED)
+def test_what_a_package_computes_is_not_refused(backend, exchange):
+    context = () if exchange is None else ("parallel=cp2", f"parallel.cp_comm_type={exchange}")
+    assert not _errors(*H100, *context, *SERVED[backend], f"model.attention_backend={backend}")
+
+
+@pytest.mark.parametrize("backend", SERVED)
+def test_a_fix_names_no_other_package(backend):
+    spec, composition = resolved(*H100, "model.attention_sinks=true", f"model.attention_backend={backend}")
+    (finding,) = (f for f in check(spec, composition.origins, "validate", LAPTOP) if f.rule == "attention.backend_mask")
+    assert set(finding.fixes) == {"model.attention_backend=auto", "model.attention_backend=flash"}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +99,7 @@ def test_the_backends_of_a_device():
         ((*H100, "model.attention_sinks=true"), "blocks with scores in fp32: torch's operator has no sinks"),
         ((*H100, "model.attn_logit_softcapping=30"), "fused kernels have no soft cap"),
         ((*H100, "model.attention_backend=flash"), "chosen by model.attention_backend"),
+        ((*H100, "model.attention_backend=flash_attn"), "package flash-attn: chosen by model.attention_backend"),
     ],
 )
 def test_a_run_reports_its_kernel_and_why(overrides, said):

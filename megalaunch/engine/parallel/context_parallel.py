@@ -25,6 +25,7 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
+from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_kernels import BlockBackend
 from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
@@ -36,6 +37,7 @@ from megalaunch.engine.model.attention.documents import (
     host_document_ids,
 )
 from megalaunch.engine.model.attention.flex_attention import flex_attention_by_position
+from megalaunch.engine.model.attention.package_attention import package_attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.schema import RunSpec
@@ -77,6 +79,17 @@ class ContextParallel:
             return self.backend
         raise ValueError(f"attention_backend={self.backend} computes no blocks of a context-parallel mask")
 
+    def _over_all_keys(
+        self, length: int, documents_BS: Tensor | None, documents: Documents | None, window: int | None
+    ) -> AttentionFn:
+        """Return attention of this rank's queries over all keys."""
+        queries, keys = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
+        if self.backend == "flex":
+            return flex_attention_by_position(queries, keys, documents_BS, window)
+        if self.backend in PACKAGE_KERNELS:
+            return package_attention(PACKAGE_KERNELS[self.backend], queries, documents, window)
+        return blockwise_attention(make_block_mask(queries, keys, window, documents), self._blocks)
+
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""
         return cp_positions(num_tokens * self.axis.size, self.axis, device)
@@ -108,13 +121,8 @@ class ContextParallel:
                 assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
                 inner, outer = self.levels
                 attend = _ulysses_attention(inner, _ring_attention(outer, length, documents, window, self._blocks))
-            elif way == "allgather" and self.backend == "flex":
-                tokens = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
-                attend = _all_gather_attention(self.axis, flex_attention_by_position(*tokens, documents_BS, window))
             elif way == "allgather":
-                tokens = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
-                mask = make_block_mask(*tokens, window, documents)
-                attend = _all_gather_attention(self.axis, blockwise_attention(mask, self._blocks))
+                attend = _all_gather_attention(self.axis, self._over_all_keys(length, documents_BS, documents, window))
             else:
                 attend = _ring_attention(self.axis, length, documents, window, self._blocks)
             made[way, window] = attend

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
 from megalaunch.engine.model.attention.core import ContextParallelism, NoContextParallel
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.build import build_decoder
@@ -41,6 +42,7 @@ from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, main_params_dtype, mixed_precision_policy
+from megalaunch.kernels.forms import prescribes_forms
 from megalaunch.kernels.overridable import build_for
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.stages import build_stages
@@ -182,12 +184,15 @@ def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: Con
 
 
 def _has_eager_attention(spec: RunSpec, mesh: Mesh) -> bool:
-    """Return whether core attention stays out of compiled graphs: it is computed by blocks, or compiles itself."""
+    """Return whether core attention stays out of graphs: it is computed by blocks or a package, or compiles itself."""
     by_blocks = mesh.cp.size > 1 or spec.batch.sequence_length > DENSE_MASK_TOKENS
-    return by_blocks or spec.model.attention_backend in ("flash", "flex")
+    return by_blocks or spec.model.attention_backend in ("flash", "flex", *PACKAGE_KERNELS)
 
 
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:
+    """Return how attention is computed. Raises UnknownPackage if the package of its kernel lacks what is called."""
+    if spec.model.attention_backend in PACKAGE_KERNELS and not prescribes_forms():
+        PACKAGE_KERNELS[spec.model.attention_backend]()
     if mesh.cp.size == 1:
         return NoContextParallel(readers.document_lengths, spec.model.attention_backend)
     if spec.parallel.dynamic_context_parallel:

@@ -13,32 +13,25 @@ from megalaunch.plan.attention_backends import (
     serving_backends,
 )
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema.model import AttentionBackend
 
 _KEY = "model.attention_backend"
 
 
 def _backend(at: RuleContext) -> tuple[AttentionBackend, BackendFacts] | None:
-    """Return the backend and what it computes; None: auto, or one that the engine does not have."""
+    """Return the backend and what it computes; None: auto."""
     name = at.spec.model.attention_backend
     facts = BACKENDS.get(name)
-    return None if facts is None or facts.missing else (name, facts)
+    return None if facts is None else (name, facts)
 
 
 def _other_backends(at: RuleContext) -> tuple[Fix, ...]:
-    """Return fixes: auto, then the other backends of the device. The checker drops those that do not fit either."""
+    """Return fixes: auto, then torch's other backends of the device. The checker drops those that do not fit either."""
     device, name = device_of(at.spec), at.spec.model.attention_backend
     names = serving_backends(device) if device is not None else ("auto",)
-    return tuple({_KEY: other} for other in names if other not in (name, "math"))
-
-
-@rule("attention.backend_adapter", "The engine has the attention backend.")
-def backend_adapter(at: RuleContext) -> Iterator[Violation]:
-    """flash_attn and te name packages that the engine does not call yet."""
-    name = at.spec.model.attention_backend
-    facts = BACKENDS.get(name)
-    if facts is not None and facts.missing:
-        yield Violation(_KEY, f"attention_backend={name}: {facts.missing}", fixes=_other_backends(at))
+    torchs = (other for other in names if other == "auto" or not BACKENDS[other].package)
+    return tuple({_KEY: other} for other in torchs if other not in (name, "math"))
 
 
 @rule("attention.backend_platform", "The attention backend runs on the platform, in its dtype and head size.")
@@ -54,6 +47,9 @@ def backend_platform(at: RuleContext) -> Iterator[Violation]:
         return
     if device == "cpu":
         return
+    chip = CHIPS[at.spec.platform.chip]
+    if facts.nvidia_only and not chip.is_nvidia:
+        yield Violation(_KEY, f"{facts.meaning} has no kernels for {chip.name}", fixes=_other_backends(at))
     dtype, width = at.spec.precision.compute_dtype, head_size(at.spec.model)
     smallest, largest = facts.head_sizes
     if facts.gpu_16_bits_only and dtype == "fp32":
@@ -75,7 +71,10 @@ def backend_platform(at: RuleContext) -> Iterator[Violation]:
 
 @rule("attention.backend_mask", "The attention backend computes the model's mask and score modification.")
 def backend_mask(at: RuleContext) -> Iterator[Violation]:
-    """Windows and packed documents need a mask; soft caps, sinks and attention dropout modify scores."""
+    """Windows and packed documents need a mask; soft caps, sinks and attention dropout modify scores.
+
+    Packages draw dropout from a generator of their own, whose masks depend on the layout.
+    """
     chosen = _backend(at)
     if chosen is None:
         return

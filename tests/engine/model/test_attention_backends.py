@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_packages import forget_packages, stand_in_for_attention_packages
 from torch.nn.attention import flex_attention as torch_flex_attention
 
 from megalaunch.engine.model.attention.core import NO_CP, NoContextParallel
@@ -19,7 +20,20 @@ SCORES = {
     "cap": {"soft_cap": 1.5},
     "capped sinks": {"sinks": True, "soft_cap": 1.5},
 }
-SERVED = {"flash": ("plain", "sinks"), "flex": tuple(SCORES), "math": tuple(SCORES)}
+SERVED = {
+    "flash": ("plain", "sinks"),
+    "flex": tuple(SCORES),
+    "math": tuple(SCORES),
+    "flash_attn": ("plain", "cap"),
+    "te": ("plain",),
+}
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    stand_in_for_attention_packages(monkeypatch)
+    yield
+    forget_packages()
 
 
 @pytest.fixture
@@ -58,7 +72,7 @@ def test_math_drops_the_same_weights_as_auto():
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("backend", ["flash", "math"])
+@pytest.mark.parametrize("backend", ["flash", "math", "flash_attn", "te"])
 def test_values_may_be_narrower_than_keys(backend, flex_backward_on_cpu):
     for found, expected in zip(_results(backend, "causal", 6), _results("auto", "causal", 6), strict=True):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -71,6 +85,9 @@ def test_values_may_be_narrower_than_keys(backend, flex_backward_on_cpu):
         ("flex", {"dropout_seeds": SEEDS, "dropout": 0.3}, "attention_backend=flex computes no attention dropout"),
         ("efficient", {"soft_cap": 1.5}, "attention_backend=efficient computes no soft cap, sinks or dropout"),
         ("cudnn", {}, "No viable backend"),
+        ("flash_attn", {"sinks": True}, "attention_backend=flash_attn computes no sinks: use auto"),
+        ("flash_attn", {"dropout_seeds": SEEDS}, "attention_backend=flash_attn computes no dropout of this engine"),
+        ("te", {"sinks": True, "soft_cap": 1.5}, "attention_backend=te computes no soft cap and sinks: use auto"),
     ],
 )
 def test_a_backend_is_never_replaced(backend, scores, said):

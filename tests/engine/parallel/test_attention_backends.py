@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attention_packages import forget_packages, stand_in_for_attention_packages
 from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 from torch.nn.attention import flex_attention
@@ -14,6 +15,7 @@ WINDOWS = {"model__sliding_window": 5, "model__sliding_window_pattern": 2}
 SINKS = {"model__attention_sinks": True, **WINDOWS}
 CAPS = {"model__attn_logit_softcapping": 2.0, **WINDOWS}
 RECOMPUTE = {"recompute__granularity": "selective", "recompute__modules": ["attention"]}
+PP = {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4}
 TP_SP = {"parallel__tp": 2, "parallel__sequence_parallel": True}
 
 
@@ -37,8 +39,31 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("flex", "recompute, sinks, documents"): RECOMPUTE | SINKS | PACKED,
     ("flex", "cp2 allgather, documents"): _cp("allgather") | PACKED | WINDOWS,
     ("flex", "cp2 a2a, sinks"): _cp("a2a") | SINKS,
+    ("flash_attn", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
+    ("flash_attn", "tp2 sp, soft caps, documents"): TP_SP | CAPS | PACKED,
+    ("flash_attn", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
+    ("flash_attn", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
+    ("flash_attn", "cp2 allgather, soft caps"): _cp("allgather") | CAPS,
+    ("flash_attn", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("te", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
+    ("te", "tp2 sp, documents"): TP_SP | PACKED,
+    ("te", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
+    ("te", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
+    ("te", "cp2 a2a, documents"): _cp("a2a") | PACKED,
 }  # fmt: skip
-QUICK = [("flash", "cp2 ring, sinks"), ("math", "cp2 a2a, documents")]
+QUICK = [
+    ("flash", "cp2 ring, sinks"),
+    ("math", "cp2 a2a, documents"),
+    ("flash_attn", "tp2 sp, soft caps, documents"),
+    ("te", "cp2 allgather, documents, windows"),
+]
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    stand_in_for_attention_packages(monkeypatch)
+    yield
+    forget_packages()
 
 
 @pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK))

@@ -143,6 +143,8 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flex", SINKS)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash_attn", PACKED)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
     Case("zero0", 4, (8, 1, 64), STEP_END, ("precision.grad_reduce_dtype=bf16",)),
     Case(

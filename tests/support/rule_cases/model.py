@@ -30,7 +30,6 @@ ATTENTION = {
         "model.sliding_window_pattern=3 model.sliding_window=8", "model.sliding_window_pattern=2 model.sliding_window=8"
     ),
     "attention.window_spans_sequence": Case("model.sliding_window=32", "model.sliding_window=31"),
-    "attention.backend_adapter": Case("model.attention_backend=te", "model.attention_backend=flash"),
     "attention.backend_platform": Case("model.attention_backend=flex", "model.attention_backend=math"),
     "attention.backend_mask": Case(
         "model.attention_backend=flash model.attn_logit_softcapping=30",

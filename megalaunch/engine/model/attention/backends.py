@@ -16,9 +16,12 @@ from torch import Tensor
 
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_mask import make_block_mask
+from megalaunch.engine.model.attention.flash_attn import load_flash_attn
 from megalaunch.engine.model.attention.flex_attention import flex_attention_by_position
 from megalaunch.engine.model.attention.mask import causal_document_mask
+from megalaunch.engine.model.attention.package_attention import PackageKernel, package_attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
+from megalaunch.engine.model.attention.transformer_engine import load_te_attention
 from megalaunch.engine.model.attention.unfused_attention import unfused_attention
 from megalaunch.kernels.causal_attention import FusedBackend, sdpa_by
 from megalaunch.schema.model import AttentionBackend
@@ -48,6 +51,15 @@ class SampleMask:
         """Return the mask, bool [S, S], or [B, 1, S, S] with documents."""
         positions = torch.arange(self.num_tokens, device=device)
         return causal_document_mask(positions, positions, self.documents_BS, self.documents_BS, self.window)
+
+
+PACKAGE_KERNELS: Mapping[AttentionBackend, Callable[[], PackageKernel]] = MappingProxyType(
+    {"flash_attn": load_flash_attn, "te": load_te_attention}
+)
+"""Imports the package of a backend, once, or raises an UnknownPackage."""
+
+NEED_LENGTHS: frozenset[AttentionBackend] = frozenset({"flash", *PACKAGE_KERNELS})
+"""The backends that need the lengths of packed documents, whatever the length of a sample."""
 
 
 def attention_by(backend: AttentionBackend, mask: SampleMask) -> AttentionFn:
@@ -87,6 +99,11 @@ def _flex_attention(mask: SampleMask) -> AttentionFn:
     return flex_attention_by_position(tokens, tokens, mask.documents_BS, mask.window)
 
 
+def _package(backend: AttentionBackend, mask: SampleMask) -> AttentionFn:
+    """The kernel of another package, with packed documents by their lengths."""
+    return package_attention(PACKAGE_KERNELS[backend], (range(mask.num_tokens),), mask.lengths_by_row, mask.window)
+
+
 def _math(mask: SampleMask) -> AttentionFn:
     """Attention operator by operator."""
     made: list[Tensor] = []
@@ -106,5 +123,6 @@ _ATTENTION: Mapping[AttentionBackend, Callable[[SampleMask], AttentionFn]] = Map
         "efficient": partial(_sdpa, "efficient"),
         "flex": _flex_attention,
         "math": _math,
+        **{backend: partial(_package, backend) for backend in PACKAGE_KERNELS},
     }
 )

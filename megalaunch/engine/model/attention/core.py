@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalaunch.engine.model.attention.backends import SampleMask, attention_by
+from megalaunch.engine.model.attention.backends import NEED_LENGTHS, SampleMask, attention_by
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_mask import make_block_mask
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths, documents_by_row
@@ -66,7 +66,7 @@ class NoContextParallel:
     ) -> Sequence[AttentionFn]:
         """Return the attention of each layer; layers with the same window share one."""
         by_row = None
-        if documents_Bs is not None and (self.backend == "flash" or num_tokens > DENSE_MASK_TOKENS):
+        if documents_Bs is not None and (self.backend in NEED_LENGTHS or num_tokens > DENSE_MASK_TOKENS):
             by_row = documents_by_row(documents_Bs, self.lengths)
         made = {
             window: whole_sample_attention(num_tokens, documents_Bs, by_row, window, self.backend)
@@ -90,7 +90,8 @@ def whole_sample_attention(
     Args:
         num_tokens: The tokens of a sample.
         documents_BS: Document ids; None: one document a sample.
-        lengths_by_row: The lengths of the documents of each sample, for flash and samples above `DENSE_MASK_TOKENS`.
+        lengths_by_row: The lengths of the documents of each sample; needed by `NEED_LENGTHS` and in samples above
+            `DENSE_MASK_TOKENS`.
         window: The sliding window in tokens; None: full attention.
         backend: The kernel (`model.attention_backend`).
     """
