@@ -68,14 +68,19 @@ def create_file(path: Path, mode: int = FILE_MODE) -> int:
 def append_line(path: Path, content: bytes) -> None:
     """Append a line in a single write, so that lines of several processes do not mix. Raises OSError.
 
-    If a killed writer or a full disk left an incomplete last line, that line is ended first; it would corrupt this one.
+    If a killed writer left an incomplete last line, that line is ended first; it would corrupt this one. A part of the
+    line that a full disk accepted is removed, so that the line can be written again.
     """
     descriptor = open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             content = b"\n" + content
-        if os.write(descriptor, content) != len(content):  # a full disk may accept only a part
+        written = os.write(descriptor, content)
+        if written != len(content):
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)  # of the own part: O_APPEND moves the position
+            if os.fstat(descriptor).st_size == end:  # nothing of another process follows
+                os.ftruncate(descriptor, end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)

@@ -85,9 +85,9 @@ class RunLock:
     def touch(self) -> None:
         """Update the heartbeat for machines that cannot see this process; cheap to call often, raises nothing."""
         if time.monotonic() - self._touched > TOUCH_SECONDS:
-            self._touched = time.monotonic()
-            with contextlib.suppress(OSError):  # the file system may be read-only by now: writes that matter report it
+            with contextlib.suppress(OSError):  # read-only for a time: the next call tries again
                 os.utime(self._descriptor)
+                self._touched = time.monotonic()
 
     def release(self) -> None:
         """Remove the file and release the lock; raises nothing, as a file that remains blocks no other launcher."""

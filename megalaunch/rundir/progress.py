@@ -32,6 +32,7 @@ class ProgressWriter:
     """Rewrites one small file in place (about 10 microseconds), so it may be called several times per step."""
 
     def __init__(self, path: Path, rank: int, attempt: int) -> None:
+        self._path = path
         self._descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
         self._rank, self._attempt, self._ticks = rank, attempt, 0
         self.coordinates, self.phase, self.step = "", "starting", 0
@@ -39,16 +40,26 @@ class ProgressWriter:
     def report(self, phase: str, step: int | None = None) -> None:
         """Report that this rank is in `phase` of `step` (None: the step is unchanged). Never raises.
 
-        If nothing can be written any more (a file system that became read-only), the ranks end together at a write that
-        matters.
+        A record that cannot be written is skipped: the next one replaces it. The file is then opened again, since a
+        file system that was mounted again does not know the old descriptor.
         """
         self.phase, self.step = phase, self.step if step is None else step
         self._ticks += 1
         record = Progress(
             self._rank, os.getpid(), self._attempt, self.coordinates, phase, self.step, self._ticks, time.time()
         )
-        with contextlib.suppress(OSError):
-            os.pwrite(self._descriptor, json.dumps(asdict(record)).encode().ljust(_RECORD_BYTES), 0)
+        content = json.dumps(asdict(record)).encode().ljust(_RECORD_BYTES)
+        try:
+            os.pwrite(self._descriptor, content, 0)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._reopen()
+                os.pwrite(self._descriptor, content, 0)
+
+    def _reopen(self) -> None:
+        descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, self._descriptor, inheritable=False)
+        os.close(descriptor)
 
 
 def read_progress(path: Path) -> Progress | None:
