@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,11 @@ class RankError:
 
     exit_code: ExitCode
     reason: str
+
+
+def exit_code_of(stop: signal.Signals) -> ExitCode:
+    """Return the exit code of a run that a signal has stopped."""
+    return ExitCode.INTERRUPTED if stop == signal.SIGINT else ExitCode.PREEMPTED
 
 
 class RunEnd(Exception):

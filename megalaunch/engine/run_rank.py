@@ -5,16 +5,21 @@ Training and distributed inference have the same life; `worker.py` is the proces
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
+from megalaunch.engine.checkpoint.coordination import run_on_rank0
+from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.precision.backend_flags import set_backend_flags
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.storage_retry import STORAGE, retry_while_storage_fails
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.outcome import ExitCode
@@ -44,7 +49,7 @@ def run_rank(
         stop: The stop signal that this worker received, if any.
         entrypoint: The work.
     """
-    record = RunLogger(directory, rank, progress)
+    record = RunLogger(directory, rank, progress, spec.run.storage_timeout, lambda: stop.signal)
     topology = Topology.from_spec(spec)
     if rank < topology.world:
         progress.coordinates = topology.coordinates(rank)
@@ -59,9 +64,24 @@ def run_rank(
     except RunEnd as planned:
         ending = planned
     try:
-        record.outcome(ending)
+        _write_ending(record, ending)
     finally:  # also if the outcome could not be written: the other ranks wait in the barrier
         destroy_process_group()
+
+
+def _write_ending(record: RunLogger, ending: RunEnd) -> None:
+    """Write what still waits for the storage, then the outcome. Raises a CheckpointError on rank 0 if that fails."""
+
+    def waiting() -> None:
+        record.heartbeat(STORAGE, ending.step)
+
+    with contextlib.suppress(CheckpointError):  # the outcome has space reserved for it
+        retry_while_storage_fails(record, partial(run_on_rank0, record.flush), waiting)
+    try:
+        retry_while_storage_fails(record, partial(run_on_rank0, partial(record.outcome, ending)), waiting)
+    except CheckpointError:
+        if record.is_first:
+            raise
 
 
 def _check_world_size(topology: Topology) -> RankError | None:

@@ -43,7 +43,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
         loop.resume()
         ending = loop.run()
     except CheckpointError as error:  # the same on every rank
-        raise RunEnd(ExitCode.CHECKPOINT, str(error), loop.step) from error
+        raise RunEnd(error.exit_code, str(error), loop.step) from error
     is_last = loop.step >= spec.train.steps or ending.details.get("early_stopped")
     if ending.exit_code == ExitCode.DONE and is_last:
         _generate_final_sample(state, directory, record)

@@ -54,11 +54,16 @@ class Attempt:
         if event.get("event") == "worker_failed" and event.get("attempt", self.number) == self.number:
             self._events.append(event)
 
-    def poll(self, now: float) -> None:
-        """Update the state of the agent, the ranks and the hang detector; `now` is of `time.monotonic`."""
+    def poll(self, now: float, silence_excused: bool) -> None:
+        """Update the state of the agent, the ranks and the hang detector.
+
+        Args:
+            now: the time of `time.monotonic`.
+            silence_excused: ranks may make progress that cannot be seen: it does not count as a hang.
+        """
         self.agent_code = self.agent.poll()  # before the ranks, so that the last refresh includes all of them
         moved = self.ranks.refresh()
-        self._hang_detector.poll(now, self.ranks, moved)
+        self._hang_detector.poll(now, self.ranks, moved or silence_excused)
         if self.failing_since is None and (self.ranks.ended or self.agent_code is not None):
             self.failing_since = now
 

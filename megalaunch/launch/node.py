@@ -20,6 +20,7 @@ from megalaunch.launch.local import Launch, write_run
 from megalaunch.launch.process import descendants, send_signal, wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
+from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
 from megalaunch.launch.trackers.process import trackers
 from megalaunch.platform.allocation import NodePlace
@@ -104,10 +105,12 @@ def run_first_node(
     view = write_run(launch, agent.command)
     announcement.run_is_ready()
     display = open_display(view)
-    drawing = Drawing(directory, view, display)
+    storage = StorageMonitor(directory, launch.spec.run.storage_timeout)
+    drawing = Drawing(storage, view, display)
 
     def poll() -> None:
         launch.lock.touch()
+        storage.poll(time.monotonic())
         drawing.update()
 
     try:

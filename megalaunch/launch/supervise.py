@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megalaunch.format.numbers import format_duration
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
@@ -16,8 +17,9 @@ from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
+from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.launch.tail import JsonlTail
-from megalaunch.rundir.events import EventName, record_event
+from megalaunch.rundir.events import EventName
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.schema import RunSpec
@@ -52,8 +54,8 @@ class LaunchResult:
 class Drawing:
     """Draws a run. An error of the display turns it off, and does not stop the training."""
 
-    def __init__(self, directory: RunDirectory, view: RunState, display: Display | None) -> None:
-        self._directory, self._view, self._display = directory, view, display
+    def __init__(self, storage: StorageMonitor, view: RunState, display: Display | None) -> None:
+        self._storage, self._view, self._display = storage, view, display
 
     def update(self) -> None:
         """Read what the workers have appended, and draw it."""
@@ -61,12 +63,14 @@ class Drawing:
             return
         try:
             self._view.refresh()
+            self._view.fresh_events = self._storage.without_known_waits(self._view.fresh_events)
+            for line in self._storage.take_lines():
+                self._display.say(line)
             self._display.update(self._view)
         except Exception as error:
             self._display = None
             message = f"the display failed and is off: {type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):  # a full disk must not stop the launcher
-                record_event(self._directory, "note", message=message)
+            self._storage.record("note", message=message)
 
 
 class RestartBudget:
@@ -112,7 +116,8 @@ class Supervisor:
     ) -> None:
         self._spec, self._directory, self._lock = spec, directory, lock
         self._start_agent, self._stop, self._view = start_agent, stop, view
-        self._drawing = Drawing(directory, view, display)
+        self._storage = StorageMonitor(directory, spec.run.storage_timeout)
+        self._drawing = Drawing(self._storage, view, display)
         self._events = JsonlTail(directory.events, at_end=True)
         saved = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
         newest = max((step for step in saved if step is not None), default=0)
@@ -142,20 +147,44 @@ class Supervisor:
             over = False
             while not over:
                 wait_for_any_end(attempt.processes, POLL_SECONDS)
-                self._lock.touch()
+                self._keep_directory()
                 over = self._poll(attempt, time.monotonic())
         finally:
             attempt.agent.kill_tree()
         last = self._last_failure
-        if last is None or self._stop.count or self._directory.outcome.exists():
+        if last is None or self._stop.count or self._has_outcome:
             return False
         could_not_start = last.rank is None and (attempt.agent_code or 0) > 0
-        return not (could_not_start or self._keeps_failing() or unwritable_reason(self._directory))
+        return not (could_not_start or self._keeps_failing()) and self._becomes_writable()
+
+    def _keep_directory(self) -> None:
+        """Keep the lock, and the knowledge whether the run directory can be written. Cheap to call often."""
+        self._lock.touch()
+        self._storage.poll(time.monotonic())
+
+    def _becomes_writable(self) -> bool:
+        """Wait until the run directory can be written; False after the deadline, or a stop request."""
+        began = time.monotonic()
+        while (unwritable := unwritable_reason(self._directory)) or self._storage.is_failing:
+            waited = max(time.monotonic() - began, self._storage.seconds)
+            if self._stop.count or waited >= self._spec.run.storage_timeout:
+                break
+            time.sleep(POLL_SECONDS)
+            self._keep_directory()
+            self._show(None)
+        return unwritable is None
+
+    @property
+    def _has_outcome(self) -> bool:
+        try:
+            return self._directory.outcome.exists()
+        except OSError:  # of storage that fails
+            return False
 
     def _poll(self, attempt: Attempt, now: float) -> bool:
         """Poll the attempt once; True when it is over."""
-        attempt.poll(now)
-        if self._outcome_since is None and self._directory.outcome.exists():
+        attempt.poll(now, self._storage.excuses_silence(now))
+        if self._outcome_since is None and self._has_outcome:
             self._outcome_since = now
         self._show(attempt)
         agent_ended = attempt.agent_code is not None
@@ -214,7 +243,7 @@ class Supervisor:
         self._record("restart", attempt=number, reason=_short(self._failures[-1]), pause_seconds=pause)
         begins = time.monotonic() + pause
         while not self._stop.count and time.monotonic() < begins:
-            self._lock.touch()
+            self._keep_directory()
             self._show(None)
             time.sleep(min(POLL_SECONDS, pause))
         return not self._stop.count
@@ -240,12 +269,15 @@ class Supervisor:
             return LaunchResult(written)
         failure = self._last_failure
         unwritable = unwritable_reason(self._directory)
-        if unwritable is not None:
-            code, failure = ExitCode.CHECKPOINT, None
-            reason = f"{unwritable}; make it writable, then run the same command to resume"
-        elif self._stop.count:
+        if self._stop.count:
             code, failure = self._stop.exit_code, None
-            reason = "stopped before the workers saved; run the same command to resume from the newest checkpoint"
+            why = f" ({unwritable})" if unwritable else ""
+            reason = f"stopped before the workers saved{why}; run the same command to resume from the newest checkpoint"
+        elif unwritable is not None:
+            code, failure = ExitCode.CHECKPOINT, None
+            waited = self._storage.seconds
+            after = f" (the run waited {format_duration(waited)} for it: run.storage_timeout)" if waited >= 1 else ""
+            reason = f"{unwritable}{after}; make it writable, then run the same command to resume"
         elif failure is None:
             code, reason = ExitCode.CRASH, "the workers ended without an error and without outcome.json"
         else:
@@ -262,8 +294,7 @@ class Supervisor:
         return LaunchResult(outcome, failure)
 
     def _record(self, event: EventName, **details: Any) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not stop the launcher
-            record_event(self._directory, event, **details)
+        self._storage.record(event, **details)
 
 
 def _short(failure: Failure) -> str:

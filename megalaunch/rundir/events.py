@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megalaunch.rundir.jsonl import append_line
+from megalaunch.rundir.jsonl import Record, append_line
 from megalaunch.rundir.paths import RunDirectory
 
 EventName = Literal[
@@ -32,6 +32,8 @@ EventName = Literal[
     "stop_requested",
     "worker_failed",
     "restart",
+    "storage_wait",
+    "storage_back",
     "note",
     "outcome",
 ]
@@ -245,6 +247,21 @@ EVENTS: Mapping[EventName, EventKind] = {
             "pause_seconds": "seconds that the launcher waits before it",
         },
     ),
+    "storage_wait": EventKind(
+        _RANK_0,
+        "when the run directory cannot be written and a wait for it begins; written once it can be",
+        {
+            "path": "what could not be written",
+            "reason": "why, in the words of the system, or the bytes needed and free",
+            "fix": "what ends the wait, in the imperative",
+            "seconds_left": "seconds until the run ends (`run.storage_timeout`)",
+        },
+    ),
+    "storage_back": EventKind(
+        _RANK_0,
+        "when such a wait has ended, since writing works again",
+        {"path": "what could not be written", "reason": "why", "seconds": "seconds of the wait"},
+    ),
     "note": EventKind(
         f"{_LAUNCHER}, {_RANK_0} or a tracker's process",
         "when something is worth a line and stops nothing: a tracker that failed, a profile that was written",
@@ -259,6 +276,11 @@ EVENTS: Mapping[EventName, EventKind] = {
 """Every event: a test compares each writer's fields with this table."""
 
 
+def make_event(event: EventName, **details: Any) -> Record:
+    """Return an event with the wall-clock time in seconds since 1970."""
+    return {"time": time.time(), "event": event, **details}
+
+
 def record_event(directory: RunDirectory, event: EventName, **details: Any) -> None:
-    """Append one event with the wall-clock time in seconds since 1970."""
-    append_line(directory.events, {"time": time.time(), "event": event, **details})
+    """Append one event. Raises OSError."""
+    append_line(directory.events, make_event(event, **details))

@@ -59,7 +59,8 @@ EXIT_MEANINGS: Mapping[ExitCode, ExitMeaning] = {
     ),
     ExitCode.CHECKPOINT: ExitMeaning(
         "a checkpoint could not be saved or loaded, or the run directory is not writable",
-        "The disk is full, read-only or gone, or every checkpoint is damaged. The last valid checkpoint is kept.",
+        "The disk was full, read-only or gone for `run.storage_timeout`, or every checkpoint is damaged. The last "
+        "valid checkpoint is kept.",
         "free disk space or repair the cause named above, then run the same command to resume",
     ),
     ExitCode.CRASH: ExitMeaning(
@@ -88,12 +89,14 @@ EXIT_MEANINGS: Mapping[ExitCode, ExitMeaning] = {
     ),
     ExitCode.PREEMPTED: ExitMeaning(
         "stopped by a signal; the run can be resumed",
-        "SIGTERM, or another early warning of a scheduler: a checkpoint was saved, unless a second signal followed.",
+        "SIGTERM, or another early warning of a scheduler: a checkpoint was saved, unless a second signal followed or "
+        "the run directory could not be written.",
         "run the same command to resume",
     ),
     ExitCode.INTERRUPTED: ExitMeaning(
         "interrupted; the run can be resumed",
-        "Ctrl-C (SIGINT): a checkpoint was saved, unless a second one followed.",
+        "Ctrl-C (SIGINT): a checkpoint was saved, unless a second one followed or the run directory could not be "
+        "written.",
         "run the same command to resume",
     ),
 }

@@ -18,6 +18,13 @@ class RunSection:
         "auto",
         "auto: continue from the newest valid checkpoint; never: refuse an existing run; required: refuse a new one.",
     )
+    storage_timeout: float = setting(
+        600.0,
+        "Time to wait for a run directory that cannot be written in mid-run (full, read-only, gone) before the run "
+        "ends with exit code 4; 0: end at once.",
+        "seconds",
+        minimum=0,
+    )
     hub_revisions: tuple[str, ...] = setting(
         (), "Keys given as names on the Hugging Face Hub, each `KEY=hf://ORG/NAME@COMMIT`; set when the run starts."
     )

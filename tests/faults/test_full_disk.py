@@ -1,20 +1,27 @@
-"""A disk that fills up or becomes read-only: the run says so once, on purpose, and goes on when it can write again."""
+"""A disk that fills up or becomes read-only delays a run; it ends the run, on purpose, only at the deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import events_of, read_only, steps_of, wait_until
+from launching import events_of, read_only, send, steps_of, wait_until
+from looped_run import metrics
 from training import train_tiny, training
 
+from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 NOTHING_BETWEEN = ("train.validation_interval=0", "checkpoint.interval=0")
+SECONDS = 10  # of a fault
 
 
 @pytest.fixture
@@ -29,51 +36,129 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def fill(disk: Path) -> Path:
+@contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """No byte is free on the disk."""
     filler = disk / "filler"
     descriptor = os.open(filler, os.O_WRONLY | os.O_CREAT)
     with contextlib.suppress(OSError):
         while True:
             os.write(descriptor, b"x" * 4096)
     os.close(descriptor)
-    return filler
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def assert_delayed(directory: RunDirectory, out: str, undisturbed: RunDirectory) -> None:
+    """The run has waited once, and is that of the undisturbed one, bit for bit."""
+    assert not events_of(directory, "restart")
+    assert not events_of(directory, "worker_failed")
+    assert out.count("the run waits") == 1, out
+    assert out.count("can be written again after") == 1, out
+    assert len(directory.metrics.read_text().splitlines()) == len(steps_of(directory))
+    assert metrics(directory.root) == metrics(undisturbed.root)
+    last = steps_of(directory)[-1]
+    for shard in undisturbed.checkpoint(last).glob("*.safetensors"):
+        assert (directory.checkpoint(last) / shard.name).read_bytes() == shard.read_bytes()
 
 
 @pytest.mark.slow
-def test_metrics_that_find_no_space(tmp_path, small_disk):
+@pytest.mark.parametrize("fault", ["full", "read_only"])
+def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, fault):
+    """It fails while metrics are written, and is still failing when the last checkpoint is saved."""
+    directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
+    overrides = ("train.steps=400", *NOTHING_BETWEEN, "launcher.hang_timeout=5", "launcher.step_timeout=5")
+    with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
+        wait_until(lambda: len(steps_of(directory)) > 7, 90)
+        with full(small_disk) if fault == "full" else read_only(directory.root):
+            time.sleep(SECONDS)
+            before = len(steps_of(directory))
+            assert process.poll() is None
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert before < 400
+    assert train_tiny(tmp_path, f"run.directory={undisturbed.root}", *overrides)[0] == 0
+    assert_delayed(directory, out, undisturbed)
+    back = events_of(directory, "storage_back")
+    assert back
+    assert max(event["seconds"] for event in back) > SECONDS / 2
+
+
+@contextmanager
+def nearly_full(disk: Path, free: int) -> Iterator[None]:
+    """Lines of metrics find space, a checkpoint does not."""
+    ballast, status = disk / "ballast", os.statvfs(disk)
+    ballast.write_bytes(bytes(status.f_bavail * status.f_frsize - free))
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_checkpoint_that_finds_no_space_is_written_again(tmp_path, small_disk, is_async):
+    directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
+    overrides = (
+        *("train.steps=40", "checkpoint.interval=20", "train.validation_interval=0"),
+        *(f"checkpoint.async_save={is_async}", "launcher.hang_timeout=5"),
+    )
+    with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
+        wait_until(directory.checkpoints.is_dir, 90)
+        with nearly_full(small_disk, free=150_000):
+            wait_until(lambda: events_of(directory, "storage_wait"), 90)
+            time.sleep(SECONDS)
+            assert process.poll() is None
+            assert not list(directory.checkpoints.glob("step_*"))
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert f"warning: {directory.checkpoint(20)} cannot be written: it needs " in out
+    assert train_tiny(tmp_path, f"run.directory={undisturbed.root}", *overrides)[0] == 0
+    assert_delayed(directory, out, undisturbed)
+    assert verify_checkpoint(directory.checkpoint(20)) == []
+    assert not list(directory.checkpoints.glob(".unfinished*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["full", "read_only"])
+def test_the_deadline_ends_the_run_and_it_resumes(tmp_path, small_disk, fault):
+    """The ranks end together on the line that could not be written; if no worker can say it, the launcher does."""
     directory = RunDirectory(small_disk / "run")
     overrides = (f"run.directory={directory.root}", "train.steps=4000", *NOTHING_BETWEEN)
-    assert train_tiny(tmp_path, *overrides, "train.exit_at_step=5")[0] == 0
-    with training(tmp_path, *overrides) as process:
+    with training(tmp_path, *overrides, "run.storage_timeout=3") as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
-        filler = fill(small_disk)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 4
-    assert ".jsonl cannot be written: No space left on device" in " ".join(err.split())
-    outcome = read_outcome(directory.outcome)
-    assert outcome.exit_code == 4
-    assert not events_of(directory, "restart")
-
-    filler.unlink()
-    last = outcome.step + 3
-    code, _, err = train_tiny(tmp_path, *overrides, f"train.exit_at_step={last}")
-    assert (code, err) == (0, "")
-    assert steps_of(directory) == list(range(1, last + 1))
-
-
-@pytest.mark.slow
-def test_a_run_directory_that_becomes_read_only(tmp_path):
-    """The ranks end together on the line that could not be written, and the launcher says it: no worker can."""
-    directory = RunDirectory(tmp_path / "run")
-    overrides = ("train.steps=4000", *NOTHING_BETWEEN)
-    with training(tmp_path, *overrides) as process:
-        wait_until(lambda: len(steps_of(directory)) > 3, 90)
-        with read_only(directory.root):
+        with full(small_disk) if fault == "full" else read_only(directory.root):
             _, err = process.communicate(timeout=60)
+    said = " ".join(err.split())
     assert process.returncode == 4
-    assert f"{directory.root} cannot be written: " in " ".join(err.split())
+    what = (
+        ".jsonl cannot be written: No space left on device"
+        if fault == "full"
+        else f"{directory.root} cannot be written: "
+    )
+    assert what in said
+    assert "for it: run.storage_timeout)" in said
     assert "Traceback" not in err
     assert not events_of(directory, "restart")
     assert directory.rank_log(1).read_text().count("Traceback") == 0  # it ended on purpose, with the others
-    code, _, err = train_tiny(tmp_path, *overrides, "train.exit_at_step=8")
+    code, _, err = train_tiny(tmp_path, *overrides, "train.exit_at_step=12")
     assert (code, err) == (0, "")
+    assert steps_of(directory) == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_a_stop_ends_the_wait(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    with training(tmp_path, "train.steps=4000", *NOTHING_BETWEEN) as process:
+        wait_until(lambda: len(steps_of(directory)) > 7, 90)
+        with read_only(directory.root):
+            time.sleep(2)
+            began = time.monotonic()
+            send(process, signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+            assert time.monotonic() - began < 25  # of the grace period of 30
+    assert process.returncode == 130
+    assert f"stopped before the workers saved ({directory.root} cannot be written: " in " ".join(err.split())
+    assert read_outcome(directory.outcome) is None

@@ -183,7 +183,7 @@ def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     with ballast.open("wb") as file:
         status = os.statvfs(small_disk)
         file.write(bytes(status.f_bavail * status.f_frsize - 150_000))
-    code, _, err = train_tiny(small_disk, *overrides, shared=shared)
+    code, _, err = train_tiny(small_disk, *overrides, "run.storage_timeout=2", shared=shared)
     assert code == 4, err
     assert "no space left for the checkpoint" in err
     assert str(directory.checkpoint(20)) in err

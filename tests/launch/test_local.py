@@ -252,7 +252,7 @@ def test_workers_that_outlive_their_agent_are_found_and_ended(tmp_path):
 
 def test_a_run_directory_that_becomes_read_only(tmp_path):
     directory = run_of(tmp_path)
-    with launched(tmp_path, tiny_spec(train__steps=10000)) as process:
+    with launched(tmp_path, tiny_spec(train__steps=10000, run__storage_timeout=2.0)) as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         with read_only(directory.root):
             out, err = process.communicate(timeout=60)
@@ -263,3 +263,17 @@ def test_a_run_directory_that_becomes_read_only(tmp_path):
         assert f"reason {directory.root} cannot be written: " in reason
         assert "make it writable, then run the same command to resume" in reason
         assert "restart" not in out
+
+
+def test_a_worker_that_dies_of_failing_storage_starts_again_when_it_is_back(tmp_path):
+    directory = run_of(tmp_path)
+    with launched(tmp_path, tiny_spec(train__steps=300)) as process:
+        wait_until(lambda: len(steps_of(directory)) > 3)
+        with read_only(directory.root):
+            time.sleep(3)
+            assert process.poll() is None
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert [event["attempt"] for event in events_of(directory, "restart")] == [1]
+    assert out.count("the run waits 10 min 00 s for it (run.storage_timeout)") == 1
+    assert out.count(f"{directory.root} can be written again after") == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.errors import CheckpointError, storage_error
 from megalaunch.engine.hang_diagnostics import CHECKPOINT_GROUP
 from megalaunch.engine.mesh import world_timeout
 
@@ -64,7 +65,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     except CheckpointError as error:
         result = error
     except OSError as error:
-        result = CheckpointError(str(error))
+        result = storage_error(str(error), Path(error.filename or ""), error)
     group = coordination_group()
     if group is None:
         results = [result]

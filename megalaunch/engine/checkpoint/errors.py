@@ -8,10 +8,11 @@ import shutil
 from pathlib import Path
 
 from megalaunch.format.numbers import format_bytes
-from megalaunch.rundir.checkpoint.errors import CheckpointError
+from megalaunch.rundir.checkpoint.errors import CheckpointError, StorageError
 from megalaunch.rundir.checkpoint.listing import directory_size
+from megalaunch.rundir.storage_wait import may_pass, remedy
 
-__all__ = ["CheckpointError", "free_bytes", "no_space", "write_error"]
+__all__ = ["CheckpointError", "StorageError", "free_bytes", "no_space", "storage_error", "write_error"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -41,17 +42,32 @@ def write_error(directory: Path, unfinished: Path | None, needed: int, error: OS
             f"cannot save the checkpoint {directory}: a file exceeds the limit on file sizes "
             f"(the checkpoint needs {format_bytes(needed)}; raise the limit: `ulimit -f unlimited`)"
         )
-    return CheckpointError(f"cannot save the checkpoint {directory}: {where}: {os.strerror(error.errno or 0)}")
+    return storage_error(
+        f"cannot save the checkpoint {directory}: {where}: {os.strerror(error.errno or 0)}", directory, error
+    )
 
 
-def no_space(directory: Path, needed: int, free: int) -> CheckpointError:
+def storage_error(message: str, path: Path, error: OSError) -> CheckpointError:
+    """Make the CheckpointError for an OSError at `path`: a StorageError if a later try may succeed."""
+    if not may_pass(error):
+        return CheckpointError(message)
+    return _storage_error(message, path, os.strerror(error.errno or 0), remedy(error))
+
+
+def _storage_error(message: str, path: Path, reason: str, fix: str) -> StorageError:
+    made = StorageError(message)
+    made.path, made.reason, made.fix = str(path), reason, fix
+    return made
+
+
+def no_space(directory: Path, needed: int, free: int) -> StorageError:
     """Make the error for a full disk: the needed and the free bytes, and a checkpoint that may be removed."""
     missing = max(needed - free, 0)
+    reason = f"it needs {format_bytes(needed)}, {format_bytes(free)} are free"
     fix = f"free {format_bytes(missing)} or more" if missing else "free space"
-    return CheckpointError(
-        f"no space left for the checkpoint {directory}: it needs {format_bytes(needed)}, "
-        f"{format_bytes(free)} are free; {fix} on that disk{_removable(directory)}, then run the same command to resume"
-    )
+    fix = f"{fix} on that disk{_removable(directory)}"
+    message = f"no space left for the checkpoint {directory}: {reason}; {fix}, then run the same command to resume"
+    return _storage_error(message, directory, reason, fix)
 
 
 def _removable(directory: Path) -> str:

@@ -83,6 +83,9 @@ class LeftOutBatches:
         return step in self._named or any(record.first <= step <= record.step for record in self._records)
 
     def add(self, step: int, first: int, reason: str) -> None:
-        """Leave out the batches of steps `first` to `step` from now on. Collective; raises a CheckpointError."""
+        """Leave out the batches of steps `first` to `step` from now on; `save` records it."""
         self._records.append(BadStepRecord(step, first, reason))
+
+    def save(self) -> None:
+        """Write the bad steps for later launches. Collective; raises a CheckpointError on all ranks."""
         run_on_rank0(lambda: write_bad_steps(self._directory.bad_steps, self._records))

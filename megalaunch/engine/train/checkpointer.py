@@ -33,11 +33,11 @@ from megalaunch.engine.train.expert_load import router_states
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.storage_retry import STORAGE, retry_while_storage_fails
 from megalaunch.fs import write_file_atomically
 from megalaunch.plan.overrides import override_changes
 from megalaunch.rundir.checkpoint.contents import JSON, ORIGIN, OVERRIDES, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
-from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
@@ -67,6 +67,7 @@ class Checkpointer:
         self._copies = PinnedStaging()
         self._background: SaveThread | None = None
         self._step, self._done = 0, 0  # of the save in progress: its step, and bytes written by this rank
+        self._waits = 0  # grows while a save waits for the storage
         async_context = spec.checkpoint.async_save and spec.checkpoint.interval > 0
         self._group = background_group() if async_context else None
 
@@ -74,7 +75,7 @@ class Checkpointer:
     def problem(self) -> RankError | None:
         """Error of the save in progress on this rank, if it has failed; the trainer shares it at the next sync."""
         error = self._background.error if self._background else None
-        return RankError(ExitCode.CHECKPOINT, str(error)) if error else None
+        return RankError(error.exit_code, str(error)) if error else None
 
     def save(self, position: TrainProgress) -> None:
         """Save synchronously. Raises CheckpointError or a RunEnd, the same on all ranks."""
@@ -121,19 +122,27 @@ class Checkpointer:
         raise_on_all_ranks(self._record.problem or problem, position.step)
         if self.saved == self._directory.checkpoint(position.step):
             return False
-        run_on_rank0(self._record.sync_metrics)
+        self.sync_metrics(position)
         return True
+
+    def sync_metrics(self, position: TrainProgress) -> None:
+        """Write and sync the metrics up to this position; raises a CheckpointError if the storage does not return."""
+
+        def waiting() -> None:
+            self._record.heartbeat(STORAGE, position.step)
+
+        retry_while_storage_fails(self._record, partial(run_on_rank0, self._record.sync_metrics), waiting)
 
     def _wait_for_pending(self) -> RankError | None:
         """Wait for the save in progress, if any; return its error."""
         if self._background is None:
             return None
-        seen = self._done
+        seen = self._done, self._waits
 
         def waiting() -> None:
             nonlocal seen
-            if self._done != seen:  # report a heartbeat only if bytes were written: a stuck disk is no progress
-                seen = self._done
+            if (self._done, self._waits) != seen:  # only if bytes were written: a stuck disk is no progress
+                seen = self._done, self._waits
                 self._record.heartbeat("saving", self._step)
 
         self._background.wait(waiting)
@@ -155,7 +164,16 @@ class Checkpointer:
             self._done = done
             self._record.io_progress("saving", position.step, done, total, async_context=async_context is not None)
 
-        saved = save_run(self._directory, self._spec, tensors, position, wrote, async_context)
+        def save() -> Path:
+            return save_run(self._directory, self._spec, tensors, position, wrote, async_context)
+
+        def waiting() -> None:
+            self._waits += 1
+            if async_context is None:
+                self._record.heartbeat(STORAGE, position.step)
+
+        group = async_context.group if async_context else None
+        saved = retry_while_storage_fails(self._record, save, waiting, group)
         seconds = time.perf_counter() - started
         waited = seconds if waited is None else waited
         self._record.event("checkpoint", step=position.step, path=str(saved), seconds=seconds, waited_seconds=waited)

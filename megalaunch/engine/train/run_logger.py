@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,18 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
-from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.checkpoint.errors import storage_error
+from megalaunch.engine.run_end import RankError, RunEnd, exit_code_of
 from megalaunch.engine.train.step_metrics import step_metrics
 from megalaunch.engine.train.train_step import StepResult
+from megalaunch.format.numbers import format_duration
 from megalaunch.fs import sync_file, write_file_atomically
-from megalaunch.rundir.events import EventName, record_event
+from megalaunch.rundir.events import EventName, make_event
 from megalaunch.rundir.expert_load import append_expert_load, truncate_expert_load
-from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
+from megalaunch.rundir.jsonl import Record, append_line, keep_lines, read_lines
 from megalaunch.rundir.metrics import with_time
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.pending_writes import FailedWrite, PendingWrites
 from megalaunch.rundir.progress import ProgressWriter
+from megalaunch.rundir.storage_wait import StorageWait, remedy
 
 _IO_REPORT_SECONDS = 2.0
 
@@ -28,20 +32,78 @@ _IO_REPORT_SECONDS = 2.0
 class RunLogger:
     """Log writer of one rank: rank 0 writes metrics and events, every rank writes its own progress.
 
-    A failed write raises nothing here, since the other ranks would wait in their next collective. It is stored as
-    `problem`, which the trainer shares with all ranks at the next sync, and before it saves a checkpoint of a step
-    whose metrics line may be missing.
+    A failed write raises nothing here, since the other ranks would wait in their next collective. Training goes on
+    while the writes wait in memory for the storage. At the deadline the failure is the `problem`, which the trainer
+    shares with all ranks at the next sync. A checkpoint is saved only after all writes (`sync_metrics`).
+
+    Args:
+        directory: The run directory.
+        rank: Global rank of this worker.
+        progress: Writer of this rank's progress file.
+        storage_timeout: Seconds that writes wait for the storage (`run.storage_timeout`).
+        stop: Returns the signal to stop that this rank received, if any.
+
+    Attributes:
+        waits_for_storage: False once the ranks have waited in vain.
     """
 
-    def __init__(self, directory: RunDirectory, rank: int, progress: ProgressWriter) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        rank: int,
+        progress: ProgressWriter,
+        storage_timeout: float = 0.0,
+        stop: Callable[[], signal.Signals | None] = lambda: None,
+    ) -> None:
         self._directory, self._first, self._progress = directory, rank == 0, progress
         self._started = self._io_reported = time.monotonic()
-        self.problem: RankError | None = None
+        self._storage_timeout, self.stop, self.waits_for_storage = storage_timeout, stop, True
+        self._wait = self.storage_wait()
+        self._pending = PendingWrites(self._wait, self._on_wait, self._on_storage_back)
+        self._problem: RankError | None = None
 
     @property
     def is_first(self) -> bool:
         """True on rank 0, which writes metrics and events."""
         return self._first
+
+    @property
+    def problem(self) -> RankError | None:
+        """The error of this rank once a write was refused, or its storage did not return in time."""
+        if self._problem is None:
+            self._problem = self._find_problem()
+        return self._problem
+
+    def _find_problem(self) -> RankError | None:
+        if self._wait.is_over:
+            self._pending.flush(at_once=True)
+        failed, waited = self._pending.refused, ""
+        if failed is None and self._wait.is_over:
+            failed, waited = self._pending.failed, describe_wait(self._wait, self.stop())
+        if failed is None:
+            return None
+        stop = self.stop() if waited else None
+        code = ExitCode.CHECKPOINT if stop is None else exit_code_of(stop)
+        return RankError(code, f"{failed.message}{waited}; fix that, then run the same command again")
+
+    def storage_wait(self) -> StorageWait:
+        """Return a new wait for the storage, with the deadline of this run; it is over at once after one in vain."""
+        timeout = self._storage_timeout if self.waits_for_storage else 0.0
+        return StorageWait(timeout, lambda: self.stop() is not None)
+
+    def storage_fails(self, path: Path, reason: str, fix: str, seconds_left: float) -> None:
+        """Record that a wait for the storage begins."""
+        self.event("storage_wait", path=str(path), reason=reason, fix=fix, seconds_left=seconds_left)
+
+    def storage_is_back(self, path: Path, reason: str, seconds: float) -> None:
+        """Record that a wait for the storage has ended."""
+        self.event("storage_back", path=str(path), reason=reason, seconds=seconds)
+
+    def _on_wait(self, failed: FailedWrite) -> None:
+        self.storage_fails(failed.path, str(failed.error.strerror), remedy(failed.error), self._wait.seconds_left)
+
+    def _on_storage_back(self, failed: FailedWrite, seconds: float) -> None:
+        self.storage_is_back(failed.path, str(failed.error.strerror), seconds)
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Record the start of a phase: progress of this rank, and an event."""
@@ -51,6 +113,7 @@ class RunLogger:
     def heartbeat(self, phase: str, step: int) -> None:
         """Record progress of this rank without an event."""
         self._progress.report(phase, step)
+        self._pending.flush()
 
     def io_progress(self, phase: str, step: int, done: int, total: int, async_context: bool = False) -> None:
         """Record the progress of long file I/O, at most every 2 seconds.
@@ -72,19 +135,19 @@ class RunLogger:
 
     def event(self, name: EventName, **details: object) -> None:
         """Append an event; rank 0 only."""
-        self._write(self._directory.events, lambda: record_event(self._directory, name, **details))
+        self._append(self._directory.events, make_event(name, **details))
 
     def step(
         self, step: int, result: StepResult, total_tokens: int, seconds: float, memory_bytes: int, waited: float
     ) -> None:
         """Append the metrics line of a step; arguments of `step_metrics`."""
         line = step_metrics(step, result, total_tokens, seconds, memory_bytes, waited)
-        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, with_time(line)))
+        self._append(self._directory.metrics, with_time(line))
 
     def left_out(self, step: int, total_tokens: int) -> None:
         """Append the metrics line of a step whose batch is left out: it has no loss."""
         line = {"step": step, "left_out": True, "tokens": total_tokens}
-        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, with_time(line)))
+        self._append(self._directory.metrics, with_time(line))
 
     def expert_load(self, step: int, layers: Sequence[int], counts_LE: Tensor) -> None:
         """Append the tokens sent to each expert of these layers in a step."""
@@ -94,7 +157,7 @@ class RunLogger:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics line of a validation or of an evaluation of tasks (keys: rundir/metrics.py)."""
         line = {"step": step, **values}
-        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, with_time(line)))
+        self._append(self._directory.metrics, with_time(line))
 
     def sample(self, text: str) -> None:
         """Write the text that the final model generated. A failure is only logged, since training is complete."""
@@ -147,13 +210,20 @@ class RunLogger:
         if missing:
             self.event("metrics_gap", until_step=step, missing=len(missing), first=missing[0], last=missing[-1])
 
+    def flush(self) -> None:
+        """Write all that waits for the storage. Raises CheckpointError."""
+        self._pending.flush(at_once=True)
+        if (failed := self._pending.failed) is not None:
+            raise storage_error(failed.message, failed.path, failed.error)
+
     def sync_metrics(self) -> None:
         """Sync the metrics to disk, before a checkpoint of their step is saved. Raises CheckpointError."""
+        self.flush()
         for path in (self._directory.metrics, self._directory.expert_load):
             try:
                 sync_file(path)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be forced to disk: {error.strerror}") from error
+                raise storage_error(f"{path} cannot be forced to disk: {error.strerror}", path, error) from error
 
     def last_saved(self) -> int | None:
         """Return the step of the newest checkpoint in the events; None without one."""
@@ -163,11 +233,16 @@ class RunLogger:
     def _last_step(self) -> int:
         return max((line.get("step", 0) for line in read_lines(self._directory.metrics)), default=0)
 
+    def _append(self, path: Path, record: Record) -> None:
+        self._write(path, lambda: append_line(path, record))
+
     def _write(self, path: Path, write: Callable[[], object]) -> None:
-        if not self._first:
-            return
-        try:
-            write()
-        except OSError as error:
-            reason = f"{path} cannot be written: {error.strerror}; fix that, then run the same command again"
-            self.problem = self.problem or RankError(ExitCode.CHECKPOINT, reason)
+        if self._first:
+            self._pending.add(path, write)
+
+
+def describe_wait(wait: StorageWait, stop: signal.Signals | None) -> str:
+    """Return what ended a wait for the storage, to append to the failure; nothing for a run that does not wait."""
+    if stop is not None:
+        return f" (stopped by {stop.name} while the run waited for it)"
+    return f" (the run waited {format_duration(wait.seconds)} for it: run.storage_timeout)" if wait.seconds >= 1 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from megalaunch.engine.optimizer.build import build_optimizer
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.platform.registry import platform_of
-from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.run_end import RankError, RunEnd, exit_code_of
 from megalaunch.engine.train.bad_steps import HISTORY, BadStep, LeftOutBatches, LossHistory
 from megalaunch.engine.train.checkpointer import (
     Checkpointer,
@@ -45,6 +45,7 @@ from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
+from megalaunch.engine.train.storage_retry import STORAGE, retry_while_storage_fails
 from megalaunch.engine.train.stragglers import StragglerDetector
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.engine.train.validator import TaskEvaluator, Validator
@@ -198,6 +199,7 @@ class Trainer:
     def _restore_records(self) -> None:
         """Drop the metrics of later steps, and take from the others what the loop remembers."""
         self._record.truncate_metrics_after(self.step)
+        self._saver.sync_metrics(self._progress)  # what follows reads the file
         self._validator.resume()
         self._weight_hashes.begin_at(self.step)
         self._history.restore(run_on_rank0(partial(self._record.last_losses, HISTORY)))
@@ -341,8 +343,9 @@ class Trainer:
             saved = checkpoint_step(target)
             assert saved is not None, "a checkpoint is named by its step"
             first = max(number - train.rewind_batches, saved) + 1
-            run_on_rank0(partial(remove_checkpoints_after, self._directory.checkpoints, saved))
+            self._retry(partial(run_on_rank0, partial(remove_checkpoints_after, self._directory.checkpoints, saved)))
         self._left_out.add(number, first, bad.reason)
+        self._retry(self._left_out.save)
         self._record.event(
             "bad_step",
             step=number,
@@ -357,6 +360,10 @@ class Trainer:
         else:
             self._rewind(target, step)
         self._stop_signal = bad.stop
+
+    def _retry(self, work: Callable[[], None]) -> None:
+        """Run collective work that writes in the run directory; wait for its storage if that fails."""
+        retry_while_storage_fails(self._record, work, lambda: self._record.heartbeat(STORAGE, self.step))
 
     def _find_rewind_target(self, step: int) -> Path | None:
         """Return the newest valid checkpoint up to `step`, else the newest one; None before the first. Collective."""
@@ -453,8 +460,7 @@ class Trainer:
         stop = self._stop_signal
         if stop is None:
             return RunEnd(ExitCode.DONE, self._done_reason(), self.step, details)
-        code = ExitCode.INTERRUPTED if stop == signal.SIGINT else ExitCode.PREEMPTED
-        return RunEnd(code, f"stopped by {stop.name} after step {self.step}", self.step, details)
+        return RunEnd(exit_code_of(stop), f"stopped by {stop.name} after step {self.step}", self.step, details)
 
     def _done_reason(self) -> str:
         steps, exit_at_step = self._spec.train.steps, self._spec.train.exit_at_step

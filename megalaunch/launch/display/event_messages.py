@@ -59,10 +59,27 @@ def event_message(event: Record) -> str | None:
             pause = event.get("pause_seconds")
             when = f" in {format_duration(pause)}" if isinstance(pause, (int, float)) and pause > 0 else ""
             return f"restart {event.get('attempt')}{when}: {event.get('reason')}"
+        case "storage_wait":
+            path, reason, fix = (str(event.get(key)) for key in ("path", "reason", "fix"))
+            return storage_warning(path, reason, fix, event.get("seconds_left"))
+        case "storage_back":
+            return storage_back(str(event.get("path")), event.get("seconds"))
         case "note":
             return str(event.get("message"))
         case _:
             return None
+
+
+def storage_warning(path: str, reason: str, fix: str, seconds_left: object) -> str:
+    """Return the line of a wait for storage that begins."""
+    left = format_duration(seconds_left) if isinstance(seconds_left, (int, float)) else "some time"
+    return f"warning: {path} cannot be written: {reason}: {fix}; the run waits {left} for it (run.storage_timeout)"
+
+
+def storage_back(path: str, seconds: object) -> str:
+    """Return the line of a wait for storage that has ended."""
+    after = f" after {format_duration(seconds)}" if isinstance(seconds, (int, float)) else ""
+    return f"{path} can be written again{after}"
 
 
 def _metrics_cut(event: Record) -> str:
