@@ -74,11 +74,15 @@ def operator_schema(operator: Any) -> Any:
 
 def ranks_of_group(group: Any) -> tuple[int, ...]:
     """Return the global ranks of the process group in an operator's arguments: its name, or a boxed group."""
-    if not isinstance(group, str):
-        return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(group)))
+    found = group_named(group) if isinstance(group, str) else ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(found))
+
+
+def group_named(name: str) -> ProcessGroup:
+    """Return the process group of a name, as functional collectives take it."""
     from torch._C._distributed_c10d import _resolve_process_group  # there is no public function from name to group
 
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(distributed_c10d.GroupName(group))))
+    return _resolve_process_group(distributed_c10d.GroupName(name))
 
 
 def group_timeouts(group: ProcessGroup) -> list[datetime.timedelta]:

@@ -97,7 +97,8 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             "Transformer Engine's DotProductAttention",
             gpu_16_bits_only=True,
             head_sizes=(1, 256),
-            exchanges=("a2a", "allgather"),
+            exchanges=_ALL_EXCHANGES,
+            masked_exchanges=("a2a", "allgather"),
             package=True,
             nvidia_only=True,
         ),
@@ -171,6 +172,13 @@ _KERNELS: Mapping[AutoKernel, str] = MappingProxyType(
         "cpu": "kernels/causal_attention.py, or torch's flash attention",
     }
 )
+
+
+def has_library_ring(spec: RunSpec) -> bool:
+    """Return whether a ring of context parallelism is Transformer Engine's, not the engine's own."""
+    given = spec.parallel.cp_comm_type
+    kinds = given if isinstance(given, tuple) else (given,)
+    return spec.model.attention_backend == "te" and spec.parallel.cp > 1 and not {"p2p", "a2a+p2p"}.isdisjoint(kinds)
 
 
 def describe_auto(device: str) -> str:

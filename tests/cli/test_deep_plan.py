@@ -59,6 +59,11 @@ def test_one_rank_sends_nothing():
             "a deep plan simulates the engine's own matmuls, not Transformer Engine's\n"
             "fix:  precision.fp8.implementation=native",
         ),
+        (
+            ("parallel.cp=2", "model.attention_backend=te", "model.head_dim=16"),
+            "a deep plan simulates the engine's own ring of context parallelism, not Transformer Engine's\n"
+            "fix:  model.attention_backend=auto",
+        ),
         (("parallel.tp=3",), "[parallel."),
         (("--search",), "it cannot be combined with --search, --tokens or --assumptions"),
     ],

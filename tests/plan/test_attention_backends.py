@@ -47,6 +47,8 @@ REFUSED = {
     "te ": ((*H100, "model.attn_logit_softcapping=30"), "te attention does not compute attn_logit_softcapping"),
     "te  ": ((*H100, "model.attention_dropout=0.1"), "te attention does not compute attention_dropout"),
     "te   ": (MI300X, "Transformer Engine's DotProductAttention has no kernels for mi300x"),
+    "te    ": ((*H100, "parallel=cp2", PACKED), "with cp_comm_type p2p in sliding windows and packed documents"),
+    "te     ": ((*H100, "parallel=cp2", WINDOW), "with cp_comm_type p2p in sliding windows and packed documents"),
     "math": (
         (*H100, "parallel=cp2", PACKED, "parallel.dynamic_context_parallel=true"),
         "dynamic context parallelism selects the kernel of each document",
@@ -78,6 +80,10 @@ SERVED = {
 def test_what_a_package_computes_is_not_refused(backend, exchange):
     context = () if exchange is None else ("parallel=cp2", f"parallel.cp_comm_type={exchange}")
     assert not _errors(*H100, *context, *SERVED[backend], f"model.attention_backend={backend}")
+
+
+def test_a_ring_of_transformer_engine_is_not_refused():
+    assert not _errors(*H100, "parallel=cp2", "model.attention_backend=te")
 
 
 @pytest.mark.parametrize("backend", SERVED)

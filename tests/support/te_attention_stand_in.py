@@ -6,11 +6,13 @@ dot_product_attention.py at 2.9 and 2.20; of arguments that came after 2.9 there
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from flash_attn_stand_in import aligned_attention, pieces_attention
 from torch import Tensor, nn
 
@@ -27,6 +29,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
         "window_size", "checkpoint_core_attention", "core_attention_bias_type", "core_attention_bias",
         "alibi_slopes", "fast_zero_fill", "inference_params", "pad_between_seqs", "fp8_output",
     ),
+    "DotProductAttention.set_context_parallel_group": ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"),
 }  # fmt: skip
 
 
@@ -73,7 +76,16 @@ class DotProductAttention(nn.Module):
         self.widths = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.scale = softmax_scale or self.widths[0] ** -0.5
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.cp_group = cp_group
         STATE.layers.append(self)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: list[int], cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        assert cp_comm_type == "p2p"
+        assert cp_global_ranks == dist.get_process_group_ranks(cp_group)
+        assert cp_stream is not None
+        self.cp_group = cp_group
 
     def forward(
         self,
@@ -106,6 +118,9 @@ class DotProductAttention(nn.Module):
         assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (self.widths[0], *self.widths)
         assert window[1] == 0, "a causal mask"
         STATE.calls.append((layout, kind, window))
+        if self.cp_group is not None:
+            assert (layout, kind, window) == ("bshd", "causal", (-1, 0))
+            return self._ring(q, k, v).flatten(-2)
         if layout == "thd":
             assert kind in ("padding_causal", "padding_causal_bottom_right")
             assert cu_seqlens_q is not None
@@ -120,6 +135,38 @@ class DotProductAttention(nn.Module):
             assert q.shape[1] == k.shape[1]
         rows = zip(q, k, v, strict=True)
         return torch.stack([aligned_attention(*row, self.scale, True, window, 0.0) for row in rows]).flatten(-2)
+
+    def _ring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Each rank has two chunks of a sample, one from each end ("DualChunkSwap" of context_parallel.py)."""
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        k, v = (_in_order(_Gather.apply(x, self.cp_group).unbind()) for x in (k, v))
+        chunk, outputs = q.shape[1] // 2, []
+        for place, part in zip((rank, 2 * ranks - 1 - rank), q.split(chunk, dim=1), strict=True):
+            end = (place + 1) * chunk
+            rows = zip(part, k[:, :end], v[:, :end], strict=True)
+            outputs.append(torch.stack([aligned_attention(*row, self.scale, True, (-1, 0), 0.0) for row in rows]))
+        return torch.cat(outputs, dim=1)
+
+
+class _Gather(torch.autograd.Function):
+    """[...] -> [ranks, ...]; a rank's gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, parts = group, [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        total = dy.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None
+
+
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    halves = [part.chunk(2, dim=1) for part in parts]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim=1)
 
 
 def add_attention(layers: ModuleType) -> None:

@@ -41,6 +41,7 @@ def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None,
 
 def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
     """Exit if the run is not valid, or computed by Transformer Engine; it may exceed device memory."""
+    from megalaunch.plan.attention_backends import has_library_ring
     from megalaunch.plan.check import check
     from megalaunch.plan.report import finding_block
     from megalaunch.runs.errors import fail, refuse
@@ -54,6 +55,11 @@ def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
         fail(
             "a deep plan simulates the engine's own matmuls, not Transformer Engine's\n"
             "fix:  precision.fp8.implementation=native"
+        )
+    if has_library_ring(spec):
+        fail(
+            "a deep plan simulates the engine's own ring of context parallelism, not Transformer Engine's\n"
+            "fix:  model.attention_backend=auto"
         )
 
 

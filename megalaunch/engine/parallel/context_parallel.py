@@ -16,7 +16,7 @@ Shapes as in model/attention/core.py; n and g are heads and groups of one rank a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from megalaunch.engine.model.attention.flex_attention import flex_attention_by_p
 from megalaunch.engine.model.attention.package_attention import package_attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
+from megalaunch.engine.parallel.te_ring_attention import te_ring_attention
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend
 from megalaunch.schema.parallel import ContextCommType
@@ -64,6 +65,7 @@ class ContextParallel:
     levels: tuple[Axis, Axis] | None = None
     lengths: DocumentLengths = document_lengths
     backend: AttentionBackend = "auto"
+    _library_rings: dict[Axis, AttentionFn] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(cls, spec: RunSpec, mesh: Mesh, lengths: DocumentLengths = document_lengths) -> ContextParallel:
@@ -78,6 +80,16 @@ class ContextParallel:
         if self.backend in ("auto", "flash", "math"):
             return self.backend
         raise ValueError(f"attention_backend={self.backend} computes no blocks of a context-parallel mask")
+
+    def _ring(self, axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
+        """Return ring attention: the engine's own, or that of Transformer Engine."""
+        if self.backend != "te":
+            return _ring_attention(axis, length, documents, window, self._blocks)
+        if documents is not None or (window or length) < length:
+            raise ValueError("attention_backend=te has no ring for sliding windows and packed documents")
+        if axis not in self._library_rings:
+            self._library_rings[axis] = te_ring_attention(axis)
+        return self._library_rings[axis]
 
     def _over_all_keys(
         self, length: int, documents_BS: Tensor | None, documents: Documents | None, window: int | None
@@ -120,11 +132,11 @@ class ContextParallel:
             elif way == "a2a+p2p":
                 assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
                 inner, outer = self.levels
-                attend = _ulysses_attention(inner, _ring_attention(outer, length, documents, window, self._blocks))
+                attend = _ulysses_attention(inner, self._ring(outer, length, documents, window))
             elif way == "allgather":
                 attend = _all_gather_attention(self.axis, self._over_all_keys(length, documents_BS, documents, window))
             else:
-                attend = _ring_attention(self.axis, length, documents, window, self._blocks)
+                attend = self._ring(self.axis, length, documents, window)
             made[way, window] = attend
         return [made[kind] for kind in kinds]
 

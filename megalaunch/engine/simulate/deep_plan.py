@@ -41,6 +41,7 @@ from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
 from megalaunch.engine.train.forward_backward import stage_activations
 from megalaunch.kernels.forms import use_kernel_forms
+from megalaunch.plan.attention_backends import has_library_ring
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
@@ -72,6 +73,8 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
     started = time.perf_counter()
     if spec.precision.uses_transformer_engine:
         raise ValueError("a step of Transformer Engine cannot be simulated: set precision.fp8.implementation=native")
+    if has_library_ring(spec):
+        raise ValueError("a ring of Transformer Engine cannot be simulated: set model.attention_backend=auto")
     spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory
     if spec.parallel.moe_token_dispatcher_type == "flex":  # DeepEP needs a GPU; the rows of experts are as many
         spec = with_values(spec, {"parallel.moe_token_dispatcher_type": "alltoall"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalaunch.plan.attention_backends import BACKENDS, choose_kernel
+from megalaunch.plan.attention_backends import choose_kernel, has_library_ring
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.layers import Layer
@@ -68,7 +68,7 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     # A full block of s queries and keys has the mean row of a causal one of 2 s: chunks of S / (2 cp) count twice.
     # A query is in the causal block of its rank's keys, and in 3/4 of the full blocks with those of the others.
     block, merges = (length, 0.0) if whole else (length / cp, 1 + 0.75 * (cp - 1))
-    if backend in BACKENDS and BACKENDS[backend].package:  # one call for each chunk of queries, over all of their keys
+    if backend in ("flash_attn", "te") and not has_library_ring(spec):  # a call for each chunk, over all of its keys
         merges = 0.0
     if stack.attention != "engine":
         rate = 1.0 if stack.attention == "cudnn" and backend in ("auto", "cudnn") else c.FLASH_RATE.value

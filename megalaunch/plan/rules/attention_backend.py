@@ -34,6 +34,11 @@ def _other_backends(at: RuleContext) -> tuple[Fix, ...]:
     return tuple({_KEY: other} for other in torchs if other not in (name, "math"))
 
 
+def _has_window(at: RuleContext) -> bool:
+    window = at.spec.model.sliding_window
+    return window is not None and window < at.spec.batch.sequence_length
+
+
 @rule("attention.backend_platform", "The attention backend runs on the platform, in its dtype and head size.")
 def backend_platform(at: RuleContext) -> Iterator[Violation]:
     """Fused kernels exist for few devices; FlexAttention has no backward pass on a CPU."""
@@ -90,8 +95,8 @@ def backend_mask(at: RuleContext) -> Iterator[Violation]:
             yield Violation(
                 _KEY, f"{name} attention does not compute {key}", {key: getattr(model, key)}, _other_backends(at)
             )
-    windowed = model.sliding_window is not None and model.sliding_window < length
-    for needed, kind in ((windowed, "a sliding window"), (at.spec.data.reset_attention_mask, "packed documents")):
+    masked = ((_has_window(at), "a sliding window"), (at.spec.data.reset_attention_mask, "packed documents"))
+    for needed, kind in masked:
         if not needed or facts.masks == "any" or (facts.masks == "dense" and length <= DENSE_MASK_TOKENS):
             continue
         limit = f" above {DENSE_MASK_TOKENS} tokens" if facts.masks == "dense" else ""
@@ -110,10 +115,12 @@ def backend_context(at: RuleContext) -> Iterator[Violation]:
         message = "dynamic context parallelism selects the kernel of each document: attention_backend is auto"
         yield Violation(_KEY, message, {"cp": parallel.cp}, ({_KEY: "auto"},))
         return
-    given = parallel.cp_comm_type
+    given, served, where = parallel.cp_comm_type, facts.exchanges, ""
+    if facts.masked_exchanges is not None and (_has_window(at) or at.spec.data.reset_attention_mask):
+        served, where = facts.masked_exchanges, " in sliding windows and packed documents"
     kinds = given if isinstance(given, tuple) else (given,)
-    for kind in dict.fromkeys(kind for kind in kinds if kind not in facts.exchanges):
-        message = f"{name} attention does not work with cp_comm_type {kind}"
+    for kind in dict.fromkeys(kind for kind in kinds if kind not in served):
+        message = f"{name} attention does not work with cp_comm_type {kind}{where}"
         fixes = (*_other_backends(at), {"parallel.cp_comm_type": "a2a"})
         yield Violation(_KEY, message, {"cp_comm_type": kind}, fixes)
 

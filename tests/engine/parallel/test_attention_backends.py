@@ -50,12 +50,19 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("te", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
     ("te", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
     ("te", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("te", "cp2 ring"): _cp("p2p"),
+    ("te", "cp4 a2a and ring"): {
+        "parallel__cp": 4,
+        "parallel__cp_comm_type": "a2a+p2p",
+        "parallel__hierarchical_context_parallel_sizes": [2, 2],
+    },
 }  # fmt: skip
 QUICK = [
     ("flash", "cp2 ring, sinks"),
     ("math", "cp2 a2a, documents"),
     ("flash_attn", "tp2 sp, soft caps, documents"),
     ("te", "cp2 allgather, documents, windows"),
+    ("te", "cp2 ring"),
 ]
 
 

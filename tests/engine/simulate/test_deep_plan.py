@@ -254,6 +254,8 @@ def test_what_cannot_be_planned_is_refused():
     by_library = {"precision.compute_dtype": "fp8", "precision.fp8.implementation": "transformer_engine"}
     with pytest.raises(ValueError, match=r"cannot be simulated: set precision\.fp8\.implementation=native"):
         deep_plan(with_values(small_spec(), by_library))
+    with pytest.raises(ValueError, match=r"cannot be simulated: set model\.attention_backend=auto"):
+        deep_plan(small_spec(parallel__cp=2, model__attention_backend="te"))
     assert not dist.is_initialized()
 
 

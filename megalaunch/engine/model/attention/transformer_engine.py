@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,9 @@ _BOUND = {
         *("query_layer", "key_layer", "value_layer", "qkv_format", "attn_mask_type", "window_size"),
         *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
     ),
+    "pytorch.DotProductAttention.set_context_parallel_group": (
+        *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"),
+    ),
 }
 """What is called of `transformer_engine`, with the arguments that it is given by name."""
 
@@ -40,16 +43,32 @@ class TransformerEngineAttention:
     Args:
         make_layer: The class `pytorch.DotProductAttention`.
         version: The version of Transformer Engine; None: unknown.
+        ring: The arguments of `set_context_parallel_group`; None: a rank has all keys.
     """
 
-    def __init__(self, make_layer: Callable[..., nn.Module], version: str | None) -> None:
-        self._make_layer, self._version = make_layer, version
+    def __init__(
+        self, make_layer: Callable[..., nn.Module], version: str | None, ring: Mapping[str, Any] | None = None
+    ) -> None:
+        self._make_layer, self._version, self._ring = make_layer, version, ring
         self._layers: dict[tuple[int, int, int, int, float], nn.Module] = {}
 
     @property
     def description(self) -> str:
         """The package and its version."""
         return " ".join(filter(None, ("Transformer Engine", self._version)))
+
+    def on_ring(self, group: Any, ranks: list[int], stream: Any) -> TransformerEngineAttention:
+        """Return attention over the keys of all ranks of a process group, which sends them round a ring.
+
+        Rank r of n holds the chunks r and 2 n - 1 - r of each sample, one after the other; it returns its own queries.
+
+        Args:
+            group: The process group.
+            ranks: Its global ranks.
+            stream: The stream of the device on which every second block is computed.
+        """
+        ring = {"cp_group": group, "cp_global_ranks": ranks, "cp_stream": stream, "cp_comm_type": "p2p"}
+        return TransformerEngineAttention(self._make_layer, self._version, ring)
 
     def attend(self, q_BSND: Tensor, k_BTGD: Tensor, v_BTGF: Tensor, window: int | None, scoring: ScoreMod) -> Tensor:
         """Attend with the last S of T positions, [B, S, N, F]."""
@@ -89,8 +108,8 @@ class TransformerEngineAttention:
         )
         return out.view(*out.shape[:-1], q.shape[-2], v.shape[-1])
 
-    def _layer(self, heads: int, groups: int, width: int, value_width: int, scale: float) -> nn.Module:
-        return self._make_layer(
+    def _layer(self, heads: int, groups: int, width: int, value_width: int, scale: float) -> Any:
+        layer = self._make_layer(
             num_attention_heads=heads,
             kv_channels=width if width == value_width else (width, value_width),
             num_gqa_groups=groups,
@@ -98,6 +117,9 @@ class TransformerEngineAttention:
             attn_mask_type="causal",
             softmax_scale=scale,
         )
+        if self._ring is not None:
+            layer.set_context_parallel_group(**self._ring)
+        return layer
 
 
 @cache
