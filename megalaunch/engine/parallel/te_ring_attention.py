@@ -26,7 +26,7 @@ def te_ring_attention(axis: Axis) -> AttentionFn:
         if not made:
             group, stream = group_named(axis.group), torch.get_device_module(q_BNsD.device).Stream()
             made.append(load_te_attention().on_ring(group, dist.get_process_group_ranks(group), stream))
-        inputs = (x.transpose(1, 2) for x in (q_BNsD, k_BGsD, v_BGsD))
-        return made[0].attend(*inputs, None, scoring).transpose(1, 2)
+        q_BsND, k_BsGD, v_BsGD = (x.transpose(1, 2) for x in (q_BNsD, k_BGsD, v_BGsD))
+        return made[0].attend(q_BsND, k_BsGD, v_BsGD, None, scoring).transpose(1, 2)
 
     return attend

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megalaunch.plan.attention_backends import serving_backends
 from megalaunch.runs.rehearsal.small_experts import small_experts, small_latents
 from megalaunch.runs.rehearsal.small_layout import small_layout
 from megalaunch.runs.rehearsal.small_model import VOCABULARY, small_depth, small_lengths, small_widths
@@ -102,6 +103,7 @@ def _small_schedule(spec: RunSpec) -> dict[str, Any]:
 def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> dict[str, Any]:
     """Return what concerns the length of the run, its checkpoints and this machine."""
     scale, dispatcher = spec.precision.loss_scale, spec.parallel.moe_token_dispatcher_type
+    backend = spec.model.attention_backend
     return {
         "platform.chip": "cpu",
         "parallel.moe_token_dispatcher_type": "alltoall" if dispatcher == "flex" else dispatcher,
@@ -116,6 +118,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "train.sample_prompt": None if spec.train.sample_prompt is None else "the ",
         "precision.emulate": spec.precision.compute_dtype == "fp8",
         "precision.fp8.implementation": "native",  # Transformer Engine has no kernels for CPUs
+        "model.attention_backend": backend if backend in serving_backends("cpu") else "auto",
         "precision.loss_scale.initial": max(scale.minimum, min(_SMALL_LOSS_SCALE, scale.initial)),
         "data.num_samples": STEPS * global_batch_size,
         "data.validation_tokens": global_batch_size * sequence_length + 1,

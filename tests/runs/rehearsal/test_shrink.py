@@ -128,6 +128,14 @@ def test_the_headline_keeps_its_sixteen_ranks():
     assert (p.tp, p.pp, p.dp, small.model.num_layers) == (4, 4, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("backend", "played"), [("flash_attn", "auto"), ("te", "auto"), ("cudnn", "auto"), ("flash", "flash")]
+)
+def test_attention_without_a_kernel_for_cpus_is_played_by_auto(backend, played):
+    spec, _ = resolved(*NODE, "data.mock=true", f"model.attention_backend={backend}")
+    assert shrink(spec).spec.model.attention_backend == played
+
+
 def test_of_equal_ranks_a_few_are_played():
     p = shrink(trained_spec(*LAYOUTS["wide"])).spec.parallel
     assert (p.tp, p.pp, p.cp, p.dp) == (4, 2, 2, 1)

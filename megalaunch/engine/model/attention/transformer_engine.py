@@ -109,7 +109,7 @@ class TransformerEngineAttention:
         return out.view(*out.shape[:-1], q.shape[-2], v.shape[-1])
 
     def _layer(self, heads: int, groups: int, width: int, value_width: int, scale: float) -> Any:
-        layer = self._make_layer(
+        layer: Any = self._make_layer(
             num_attention_heads=heads,
             kv_channels=width if width == value_width else (width, value_width),
             num_gqa_groups=groups,
