@@ -7,6 +7,7 @@ Shapes: R rows in the order of their experts, E experts, K the dim that a produc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,6 +59,15 @@ class PaddedGroups:
         """Return the rows at their places, [R, K] -> [P, K]; others are 0."""
         padded = x_RK.new_zeros(self.expert_of_block.shape[0] * self.width + 1, x_RK.shape[1])
         return padded.index_copy_(0, self.places_R, x_RK)[:-1]
+
+    def unpad(self, x_PK: Tensor) -> Tensor:
+        """Return the rows from their places, [P, K] -> [R, K]; undefined past the last offset."""
+        return x_PK.index_select(0, self.places_R.clamp(max=x_PK.shape[0] - 1))
+
+
+def padded_counts(counts: Sequence[int], width: int) -> list[int]:
+    """Return the padded rows of experts with `counts` rows, as `PaddedGroups` has them."""
+    return [max(1, -(-count // width)) * width for count in counts]
 
 
 def scaled_rows_times_matrices(

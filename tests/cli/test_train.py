@@ -142,12 +142,8 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
         (["train.stepz=3"], "did you mean"),
         (["+experiment=big"], "unknown key"),
         (
-            [
-                "precision.fp8.implementation=transformer_engine",
-                "precision.compute_dtype=fp8",
-                "model.moe.num_experts=4",
-            ],
-            "[fp8.library_experts]",
+            ["precision.fp8.implementation=transformer_engine", "precision.compute_dtype=fp8"],
+            "[fp8.library_chip]",
         ),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),

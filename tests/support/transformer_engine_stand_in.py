@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine: `Linear`, `autocast` and recipes with the published signatures, on CPUs over gloo.
+"""A stand-in for Transformer Engine: linear layers, `autocast` and recipes with the published signatures, on CPUs.
 
 It computes in the dtype of its inputs, or with `quantize` in emulated fp8 by this project's own matmuls. It holds its
 callers to what Transformer Engine documents or asserts: an autocast, contiguous input whose rows can be cast, weights
@@ -23,7 +23,8 @@ from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.kernels.linear_matmuls import COMPUTE_DTYPE
 from megalaunch.schema.precision import Float8Spec
 
-# The parameters of transformer_engine.pytorch.Linear and others, in the oldest version that is supported and in 2.20.2.
+# The parameters of transformer_engine.pytorch.Linear and others in 2.20.2; the oldest version that is supported has all
+# that are given.
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "Linear": (
         "in_features", "out_features", "sequence_parallel", "fuse_wgrad_accumulation", "tp_group", "tp_size",
@@ -33,6 +34,13 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
         "save_original_input", "name",
     ),
     "Linear.forward": ("inp", "is_first_microbatch", "fp8_output", "fp8_grad"),
+    "GroupedLinear": (
+        "num_gemms", "in_features", "out_features", "sequence_parallel", "fuse_wgrad_accumulation", "tp_group",
+        "tp_size", "get_rng_state_tracker", "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype",
+        "parallel_mode", "device", "ub_overlap_rs", "ub_overlap_ag", "ub_name", "delay_wgrad_compute",
+        "save_original_input", "single_grouped_weight", "single_grouped_bias", "name", "use_grouped_tensor",
+    ),
+    "GroupedLinear.forward": ("inp", "m_splits", "is_first_microbatch", "out", "dgrad_out"),
     "autocast": ("enabled", "calibrating", "recipe", "amax_reduction_group", "_graph"),
 }  # fmt: skip
 
@@ -45,28 +53,30 @@ class Format(enum.Enum):
 @dataclass
 class Float8CurrentScaling:
     fp8_format: Format = Format.HYBRID
-    name = "tensorwise"
+    name, alignment = "tensorwise", 16
 
 
 @dataclass
 class Float8BlockScaling:
     fp8_format: Format = Format.E4M3
-    name = "blockwise"
+    name, alignment = "blockwise", 16
 
 
 @dataclass
 class MXFP8BlockScaling:
     fp8_format: Format = Format.E4M3
-    name = "mxfp8"
+    name, alignment = "mxfp8", 32
 
 
 @dataclass
 class State:
-    """What the stand-in is asked for, and how it computes."""
+    """What the stand-in is asked for, and how it computes; `saves_8_bits`: forward only, for what backward keeps."""
 
     recipe: Any = None
     quantize: bool = False
+    saves_8_bits: bool = False
     layers: list[Linear] = field(default_factory=list)
+    experts: list[GroupedLinear] = field(default_factory=list)
     casts: int = 0
 
 
@@ -146,9 +156,92 @@ class Linear(nn.Module):
         assert weight.dtype == inp.dtype
         assert inp.shape[-1] == weight.shape[-1]
         if is_first_microbatch is None or is_first_microbatch:
-            self.cached = weight.detach().clone()
+            self.cached = _cast(weight)
             STATE.casts += 1
         return _LinearFn.apply(inp, weight, self, _matmuls())
+
+
+class GroupedLinear(nn.Module):
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str = "cuda",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        super().__init__()
+        assert not bias
+        assert tp_group is None, "no current scaling with tensor parallelism"
+        self.shape = num_gemms, out_features, in_features
+        for expert in range(num_gemms):
+            weight = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
+            self.register_parameter(f"weight{expert}", nn.Parameter(weight))
+        self.cached: list[Tensor] = []
+        STATE.experts.append(self)
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Any,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
+        assert STATE.recipe is not None, "outside of an autocast"
+        assert inp.is_contiguous()
+        experts, out_features, in_features = self.shape
+        assert isinstance(m_splits, list), "2.9 takes no tensor"
+        assert len(m_splits) == experts
+        assert sum(m_splits) == inp.shape[0]
+        assert all(rows % STATE.recipe.alignment == 0 for rows in m_splits), "fp8_padding has not padded the rows"
+        weights = [getattr(self, f"weight{expert}") for expert in range(experts)]
+        for weight in weights:
+            assert (weight.dtype, weight.shape) == (inp.dtype, (out_features, in_features))
+        if is_first_microbatch is None or is_first_microbatch:
+            self.cached = [_cast(weight) for weight in weights]
+            STATE.casts += 1
+        return _GroupedLinearFn.apply(inp, m_splits, self.cached, _matmuls(), *weights)
+
+
+class _GroupedLinearFn(torch.autograd.Function):
+    """One product for each expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], cached: list[Tensor], matmuls: Any, *weights: Tensor) -> Tensor:
+        ctx.splits, ctx.cached, ctx.matmuls, ctx.done = splits, cached, matmuls, False
+        _save(ctx, x, *weights)
+        return torch.cat([matmuls.output(*pair) for pair in zip(x.split(splits), cached, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        assert not ctx.done, "a second backward of one forward"
+        ctx.done = True
+        x, *weights = ctx.saved_tensors
+        for weight, cast in zip(weights, ctx.cached, strict=True):
+            assert torch.equal(weight, cast), "the weight changed, or its memory was freed"
+        parts = list(zip(dy.contiguous().split(ctx.splits), x.split(ctx.splits), ctx.cached, strict=True))
+        dx = torch.cat([ctx.matmuls.input_grad(part, weight) for part, _, weight in parts])
+        return dx, None, None, None, *(ctx.matmuls.weight_grad(part, rows) for part, rows, _ in parts)
 
 
 def _matmuls() -> Any:
@@ -158,13 +251,25 @@ def _matmuls() -> Any:
     return Float8Matmuls(spec, True, lambda dims, amax: amax, None)
 
 
+def _cast(weight: Tensor) -> Tensor:
+    return weight.detach() if STATE.saves_8_bits else weight.detach().clone()
+
+
+def _save(ctx: Any, x: Tensor, *weights: Tensor) -> None:
+    """Save for backward; as Transformer Engine does, the input in 8 bits, and of weights nothing new."""
+    if STATE.saves_8_bits:
+        ctx.save_for_backward(x.to(torch.float8_e4m3fn))
+    else:
+        ctx.save_for_backward(x, *weights)
+
+
 class _LinearFn(torch.autograd.Function):
     """Column: gather x, multiply. Row: multiply, sum. Collectives are along the first dim with sequence parallelism."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, matmuls: Any) -> Tensor:
         ctx.layer, ctx.matmuls, ctx.cached, ctx.done = layer, matmuls, layer.cached, False
-        ctx.save_for_backward(x, weight)
+        _save(ctx, x, weight)
         whole = _gather(x, layer.group) if layer.mode == "column" and layer.sequence_parallel else x
         y = matmuls.output(whole, layer.cached)
         return _sum(y, layer) if layer.mode == "row" else y
@@ -200,7 +305,7 @@ def transformer_engine_modules() -> dict[str, ModuleType]:
     """Return the modules, by the names under which they are imported."""
     library, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     common, recipes = ModuleType("transformer_engine.common"), ModuleType("transformer_engine.common.recipe")
-    layers.Linear, layers.autocast = Linear, autocast
+    layers.Linear, layers.GroupedLinear, layers.autocast = Linear, GroupedLinear, autocast
     for each in (Format, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         setattr(recipes, each.__name__, each)
     library.pytorch, library.common, common.recipe = layers, common, recipes

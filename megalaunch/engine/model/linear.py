@@ -11,7 +11,14 @@ from megalaunch.engine.param_layout import REPLICATED, ParamLayout, local_param
 from megalaunch.kernels.linear_matmuls import COMPUTE_DTYPE, LinearMatmuls, linear_by
 
 
-class LibraryLayer(Protocol):
+class CastsWeights(Protocol):
+    """A layer of a library that keeps what it computes from weights."""
+
+    def forget_weights(self) -> None:
+        """Drop what was computed from the weights: they have changed."""
+
+
+class LibraryLayer(CastsWeights, Protocol):
     """A layer of a library that computes a linear layer, and those that share its input, with their collectives.
 
     Attributes:
@@ -22,9 +29,6 @@ class LibraryLayer(Protocol):
 
     def accepts(self, x: Tensor) -> bool:
         """Return whether it can compute this input."""
-
-    def forget_weights(self) -> None:
-        """Drop what was computed from the weights: they have changed."""
 
     def __call__(self, x: Tensor, *weights_FH: Tensor) -> tuple[Tensor, ...]:
         """Return x W^T for each weight."""

@@ -114,12 +114,13 @@ class DeepEPDispatcher:
             x_MH, weights_Mk = arriving.finish()
             offsets_L = torch.tensor(call.counts_L, device=x_MH.device).cumsum(0).to(torch.int32)
             if x_MH.shape[0] == 0:
-                return Dispatched(x_MH, offsets_L, (call, None, weights_Mk))
+                return Dispatched(x_MH, offsets_L, (call, None, weights_Mk), call.counts_L)
             ids_Mk = call.arrived_ids_Mk.to(torch.int64)
             permutation, _ = sort_by_expert(ids_Mk.where(ids_Mk >= 0, self.blocks.num_local), self.blocks.num_local)
             rows = sum(call.counts_L)
             permutation = keep_rows(permutation, rows)
-            return Dispatched(permute(x_MH, permutation)[:rows], offsets_L, (call, permutation, weights_Mk))
+            rows_RH = permute(x_MH, permutation)[:rows]
+            return Dispatched(rows_RH, offsets_L, (call, permutation, weights_Mk), call.counts_L)
 
         return Exchange(finish)
 

@@ -13,8 +13,9 @@ all experts, L this rank's, N = ep etp ranks, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,14 +39,14 @@ from megalaunch.engine.parallel.overlapped_collective import OverlappedCollectiv
 from megalaunch.engine.param_layout import get_param_layout
 from megalaunch.kernels.permute import keep_rows, permute, sort_by_expert, unpermute
 
-RowCounts = Callable[[Tensor, int], list[list[int]]]
-"""Reads numbers of rows [parts, ranks] to the host; a simulation has no values, and splits the given total evenly."""
+RowCounts = Callable[[Sequence[Tensor], int], list[list[int]]]
+"""Reads vectors of numbers of rows to the host; a simulation has no values, and splits the given total evenly."""
 
 
-def read_row_counts(counts: Tensor, total: int) -> list[list[int]]:
-    """Return the numbers as they are: the host waits for the device."""
-    read: list[list[int]] = counts.tolist()
-    return read
+def read_row_counts(counts: Sequence[Tensor], total: int) -> list[list[int]]:
+    """Return the numbers as they are: the host waits for the device, once."""
+    read = iter(torch.cat(tuple(counts)).tolist())
+    return [list(islice(read, vector.numel())) for vector in counts]
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ class AllToAllDispatcher:
         if routing.padded_rows is not None:
             received_NL = sent_NL
             sent = received = [routing.padded_rows * blocks.num_local] * blocks.axis.size
+            counts = [routing.padded_rows * blocks.axis.size] * blocks.num_local
         else:
             received_NL = all_to_all_async(sent_NL, blocks.axis).wait()
-            totals = torch.stack([sent_NL.sum(1), received_NL.sum(1)])
-            sent, received = self.row_counts(totals, routing.expert_ids_Tk.numel() * blocks.etp)
+            totals = sent_NL.sum(1), received_NL.sum(1), received_NL.sum(0)
+            sent, received, counts = self.row_counts(totals, routing.expert_ids_Tk.numel() * blocks.etp)
             rows = rows.keep(sum(sent[:: blocks.etp])) if routing.drops else rows
         rows_RH = rows.collect(x_TH)
         if blocks.etp > 1:
@@ -114,7 +116,7 @@ class AllToAllDispatcher:
         def finish() -> Dispatched:
             arrived = _Arrived.of(received_NL, sum(received))
             offsets_L = received_NL.sum(0).cumsum(0).to(torch.int32)
-            return Dispatched(arrived.by_expert(arriving.finish()), offsets_L, (rows, route, arrived))
+            return Dispatched(arrived.by_expert(arriving.finish()), offsets_L, (rows, route, arrived), counts)
 
         return Exchange(finish)
 
@@ -155,10 +157,12 @@ class AllGatherDispatcher:
             ids_Ak = ids.wait() - blocks.first
             is_local = (ids_Ak >= 0) & (ids_Ak < blocks.num_local)
             permutation, counts_L = sort_by_expert(ids_Ak.where(is_local, blocks.num_local), blocks.num_local)
-            ((rows,),) = self.row_counts(counts_L.sum().view(1, 1), ids_Ak.numel() // blocks.ep)
+            (counts,) = self.row_counts((counts_L,), ids_Ak.numel() // blocks.ep)
+            rows = sum(counts)
             permutation = keep_rows(permutation, rows)
             offsets_L = counts_L.cumsum(0).to(torch.int32)
-            return Dispatched(permute(x.finish(), permutation)[:rows], offsets_L, (permutation, weights.finish()))
+            rows_RH = permute(x.finish(), permutation)[:rows]
+            return Dispatched(rows_RH, offsets_L, (permutation, weights.finish()), counts)
 
         return Exchange(finish)
 

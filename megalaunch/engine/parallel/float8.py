@@ -42,7 +42,7 @@ def apply_float8(model: Decoder, spec: RunSpec, mesh: Mesh) -> None:
         return
     settings, emulate, chosen = spec.precision.fp8, spec.precision.emulate, dict(_float8_layers(model, spec))
     if settings.implementation == "transformer_engine":
-        apply_transformer_engine(model, [layer for layer in chosen.values() if isinstance(layer, Linear)], spec, mesh)
+        apply_transformer_engine(model, chosen.values(), spec, mesh)
         return
     histories = None
     if settings.recipe == "delayed":

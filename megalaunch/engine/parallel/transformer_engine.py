@@ -24,24 +24,34 @@ from torch.func import functional_call
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.linear import CastsWeights, Linear
+from megalaunch.engine.model.moe.experts import Experts, GroupedLinear
+from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.tp_region import ProjectionBlock
+from megalaunch.engine.parallel.transformer_engine_experts import TransformerEngineExperts
 from megalaunch.engine.precision.policy import compute_dtype
 from megalaunch.engine.precision.transformer_engine import TransformerEngine, load_transformer_engine
 from megalaunch.plan.rules.float8 import ALIGNMENT
 from megalaunch.schema import RunSpec
 
 
-def apply_transformer_engine(model: Decoder, layers: Collection[Linear], spec: RunSpec, mesh: Mesh) -> None:
-    """Let Transformer Engine compute these layers of a decoder, in place.
+def apply_transformer_engine(
+    model: Decoder, layers: Collection[Linear | GroupedLinear], spec: RunSpec, mesh: Mesh
+) -> None:
+    """Let Transformer Engine compute these layers of a decoder, and the experts among them, in place.
 
     Raises:
         UnknownTransformerEngine: It cannot be imported, or lacks something that is called.
     """
     library, settings = load_transformer_engine(), spec.precision.fp8
     recipe, dtype = library.make_recipe(settings), compute_dtype(spec.precision)
-    made = []
-    for group in _sharing_input(model, layers, mesh.tp.size):
+    rows = min(ALIGNMENT[settings.recipe], 32)  # blockwise: rows of an expert may end within a block
+    made: list[CastsWeights] = []
+    for moe_layer in _with_experts(model, layers):
+        moe_layer.library = experts = TransformerEngineExperts(library, recipe, moe_layer.experts, dtype, rows)
+        made.append(experts)
+    linear_layers = [layer for layer in layers if isinstance(layer, Linear)]
+    for group in _sharing_input(model, linear_layers, mesh.tp.size):
         weights = [model.tp_region.local_param(projection.weight, projection.layout) for projection in group]
         features = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
         sharded = _sharded_over(group[0], spec, mesh)
@@ -49,6 +59,14 @@ def apply_transformer_engine(model: Decoder, layers: Collection[Linear], spec: R
         group[0].library = layer
         made.append(layer)
     model.library_layers = tuple(made)
+
+
+def _with_experts(model: Decoder, layers: Collection[Linear | GroupedLinear]) -> Iterator[MoELayer]:
+    """Yield the layers with routed experts whose projections are among `layers`; an override computes its own."""
+    chosen = set(layers)
+    for block in model.modules():
+        if isinstance(block, MoELayer) and type(block.experts) is Experts and block.experts.up_proj in chosen:
+            yield block
 
 
 def _sharing_input(model: Decoder, layers: Collection[Linear], ranks: int) -> Iterator[tuple[Linear, ...]]:

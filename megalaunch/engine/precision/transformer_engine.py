@@ -26,6 +26,8 @@ _BOUND: dict[str, tuple[str, ...]] = {
         *("tp_group", "parallel_mode", "sequence_parallel"),
     ),
     "pytorch.Linear.forward": ("inp", "is_first_microbatch"),
+    "pytorch.GroupedLinear": ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device"),
+    "pytorch.GroupedLinear.forward": ("inp", "m_splits", "is_first_microbatch"),
     "pytorch.autocast": ("enabled", "recipe"),
     **{f"common.recipe.{name}": ("fp8_format",) for name in _RECIPES.values()},
     "common.recipe.Format.E4M3": (),
@@ -44,11 +46,13 @@ class TransformerEngine:
 
     Attributes:
         linear: The class `pytorch.Linear`.
+        grouped_linear: The class `pytorch.GroupedLinear`.
         autocast: `pytorch.autocast`, the context in which layers compute by a recipe.
         recipes: The module `common.recipe`.
     """
 
     linear: Callable[..., nn.Module]
+    grouped_linear: Callable[..., nn.Module]
     autocast: Callable[..., AbstractContextManager[Any]]
     recipes: Any
 
@@ -77,4 +81,4 @@ def load_transformer_engine() -> TransformerEngine:
             f"the installed transformer_engine has no {', '.join(missing)}; "
             "install another version of it, or set precision.fp8.implementation=native"
         )
-    return TransformerEngine(layers.Linear, layers.autocast, recipes)
+    return TransformerEngine(layers.Linear, layers.GroupedLinear, layers.autocast, recipes)

@@ -29,22 +29,23 @@ def full_length_documents(documents_BS: Tensor) -> tuple[int, ...]:
 def busiest_row_counts(spec: RunSpec) -> RowCounts:
     """Return what reads row counts for the busiest rank: fake tensors do not say how many there are.
 
-    It splits the given total evenly over ranks, and that of received rows (the last part) times the planned imbalance.
+    It splits the given total evenly, times the planned imbalance for received rows: all vectors but the first of
+    several.
     """
     rows = ExpertRows.from_spec(spec)
     imbalance = rows.arriving / rows.sent / (spec.parallel.etp or 1)
 
-    def split(counts: Tensor, total: int) -> list[list[int]]:
-        parts, ranks = counts.shape
+    def split(counts: Sequence[Tensor], total: int) -> list[list[int]]:
         received = round(total * imbalance)
-        return [*[_even_parts(total, ranks)] * (parts - 1), _even_parts(received, ranks)]
+        totals = [received] if len(counts) == 1 else [total, *[received] * (len(counts) - 1)]
+        return [_even_parts(each, vector.numel()) for each, vector in zip(totals, counts, strict=True)]
 
     return split
 
 
-def _even_parts(total: int, ranks: int) -> list[int]:
-    each, rest = divmod(total, ranks)
-    return [each + (rank < rest) for rank in range(ranks)]
+def _even_parts(total: int, parts: int) -> list[int]:
+    each, rest = divmod(total, parts)
+    return [each + (part < rest) for part in range(parts)]
 
 
 class ConstantDataset:

@@ -20,12 +20,38 @@ _ROUTER_BYTES: Mapping[RouterDtype, int] = MappingProxyType({"fp64": 8, "fp32": 
 
 
 @dataclass(frozen=True)
+class InputCopies:
+    """How often the input of projections is saved: by each of them, or once for those that share it.
+
+    Attributes:
+        attention: of queries, keys and values, or of latents.
+        ffn: of gate and up.
+        experts: the same, of routed experts.
+        shared_experts: of shared experts, in addition to the router's input, which they share in 16 bits.
+    """
+
+    attention: int = 1
+    ffn: int = 1
+    experts: int = 1
+    shared_experts: int = 0
+
+    @classmethod
+    def of(cls, model: ModelSpec, dtypes: DtypesAndGroups) -> InputCopies:
+        """Return those of layers that save copies of their own; tensor parallelism fuses layers, but not latents'."""
+        gated = 2 if model.activation in GATED else 1
+        attention = 2 if model.mla.kv_lora_rank is not None else 3 if dtypes.tp == 1 else 1
+        ffn = gated if dtypes.tp == 1 else 1
+        return cls(attention, ffn, gated, ffn if model.moe.shared_ffn_hidden_size else 0)
+
+
+@dataclass(frozen=True)
 class LayerDims:
     """Dimensions of one layer on one tensor-parallel rank, and bytes of its dtypes. Widths are local to the rank.
 
     Attributes:
         activation_bytes: bytes of an activation.
         matmul_input_bytes: bytes of a matmul's saved input, 1 for fp8.
+        input_copies: how often an input that projections share is saved.
         residual_bytes: bytes of the residual stream.
         attention_output_copies: saved copies of attention's output; those of split documents are saved once more.
         num_heads: query heads.
@@ -48,6 +74,7 @@ class LayerDims:
 
     activation_bytes: float
     matmul_input_bytes: float
+    input_copies: InputCopies
     residual_bytes: float
     hidden_size: int
     query_width: float
@@ -149,6 +176,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     return LayerDims(
         activation_bytes=activation_bytes,
         matmul_input_bytes=1 if fp8 else activation_bytes,
+        input_copies=InputCopies.of(model, dtypes) if fp8 and profile.input_copies else InputCopies(),
         residual_bytes=4 if dtypes.residual_dtype == "fp32" else activation_bytes,
         hidden_size=model.hidden_size,
         query_width=query,

@@ -6,10 +6,13 @@ ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+from megalaunch.plan.layers import list_layers
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
+from megalaunch.plan.parameters import layer_parameters
 from megalaunch.plan.stage_params import DataShards, DeviceParams
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
@@ -89,24 +92,28 @@ def _weight_copies(spec: RunSpec, params: DeviceParams, profile: MemoryProfile) 
     """Return the bytes of the copies of weights that Transformer Engine's layers hold; 0 without them.
 
     Of all weights in 8 bits; under tensor parallelism also of the projections that are fused, in the compute dtype.
+    Experts are not fused.
     """
     if not profile.fp8_weight_copy_bytes:
         return 0.0
     model, fp8 = spec.model, spec.precision.fp8
     fused = (spec.parallel.tp > 1) * dtype_bytes(spec.precision.compute_dtype) * _fused_fraction(model)
     layers = 1 - (fp8.first_layers_bf16 + fp8.last_layers_bf16) / model.num_layers
-    return layers * (profile.fp8_weight_copy_bytes + fused) * (params.dense - params.root)
+    copies = (profile.fp8_weight_copy_bytes + fused) * (params.dense - params.root)
+    return layers * (copies + profile.fp8_weight_copy_bytes * params.experts)
 
 
+@lru_cache(maxsize=64)
 def _fused_fraction(model: ModelSpec) -> float:
-    """Return the fraction of a dense layer's weights in query, key and value, and in gate and up."""
-    ffn, gated = model.ffn_hidden_size or 0, model.activation in GATED
-    feed_forward = (3 if gated else 2) * ffn
-    if model.mla.kv_lora_rank is not None:  # its projections have inputs of their own
-        return 0.0
+    """Return the fraction of the weights outside of experts that is in query, key and value, or in gate and up."""
+    layers = [layer_parameters(model, layer) for layer in list_layers(model) if not layer.mtp]
     heads, head_dim = model.num_attention_heads, model.head_dim or 0
-    projections = (heads + 2 * (model.num_query_groups or heads)) * head_dim
-    return (projections + 2 * ffn * gated) / (projections + heads * head_dim + feed_forward)
+    projections = (heads + 2 * (model.num_query_groups or heads)) * head_dim * model.hidden_size
+    if model.mla.kv_lora_rank is not None:  # its projections have inputs of their own
+        projections = 0
+    gate_and_up = 2 / 3 if model.activation in GATED else 0.0
+    fused = sum(projections + gate_and_up * (layer.dense_mlp + layer.shared_experts) for layer in layers)
+    return fused / sum(layer.total - layer.routed_experts for layer in layers)
 
 
 def _with_weight_copies(states: ModelStates, size: float) -> ModelStates:

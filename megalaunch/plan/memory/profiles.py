@@ -24,6 +24,8 @@ class MemoryProfile:
             is pending, without the logits, which the stage saves; None: nothing is saved.
         regathers_inputs: with sequence parallelism a matmul's gathered input is not saved, backward all-gathers it.
         fp8_inputs: fp8 matmuls save their inputs in 8 bits (Transformer Engine).
+        input_copies: of them, projections that share their input save a copy each if they are not fused: experts, and
+            others without tensor parallelism.
         fp8_weight_copy_bytes: bytes per weight of the 8-bit copies that fp8 has in addition to compute weights, and
             that are not sharded over data-parallel ranks.
         unfused_attention: attention weights are saved, because no fused kernel runs.
@@ -49,6 +51,7 @@ class MemoryProfile:
     logit_bytes: float
     regathers_inputs: bool = True
     fp8_inputs: bool = False
+    input_copies: bool = False
     fp8_weight_copy_bytes: float = 0.0
     unfused_attention: bool = False
     activation_inputs: int = 2
@@ -111,8 +114,10 @@ MEGATRON = MemoryProfile(
 
 
 # Layers by Transformer Engine: it saves 8-bit inputs, and holds an 8-bit copy of each weight and its transpose
-# (engine/precision/transformer_engine.py).
-TRANSFORMER_ENGINE = replace(ENGINE, name="engine with Transformer Engine", fp8_inputs=True, fp8_weight_copy_bytes=2.0)
+# (engine/parallel/transformer_engine.py).
+TRANSFORMER_ENGINE = replace(
+    ENGINE, name="engine with Transformer Engine", fp8_inputs=True, input_copies=True, fp8_weight_copy_bytes=2.0
+)
 
 
 def profile_for(spec: RunSpec) -> MemoryProfile:

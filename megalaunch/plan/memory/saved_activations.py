@@ -40,7 +40,7 @@ ATTENTION = (
     OpRow("statistics of the first norm, fp32", lambda d: 4, "sequence"),
     OpRow(
         "first norm's output, input of the projections",
-        lambda d: d.matmul_input_bytes * d.hidden_size,
+        lambda d: d.matmul_input_bytes * d.input_copies.attention * d.hidden_size,
         "sequence",
         ("norm",),
         gathered=True,
@@ -107,7 +107,7 @@ DENSE = (
     OpRow("statistics of the second norm, fp32", lambda d: 4, "sequence"),
     OpRow(
         "second norm's output, input of (gate and) up",
-        lambda d: d.matmul_input_bytes * d.hidden_size,
+        lambda d: d.matmul_input_bytes * d.input_copies.ffn * d.hidden_size,
         "sequence",
         ("norm",),
         gathered=True,
@@ -140,6 +140,13 @@ EXPERTS = (
         gathered=True,
     ),
     OpRow(
+        "the same in 8 bits, of the shared experts",
+        lambda d: d.matmul_input_bytes * d.input_copies.shared_experts * d.hidden_size,
+        "sequence",
+        ("moe", "shared_experts"),
+        gathered=True,
+    ),
+    OpRow(
         "router's input after its jitter, in its dtype",
         lambda d: d.router_bytes * d.hidden_size if d.router_copies_input else 0,
         "sequence",
@@ -160,7 +167,7 @@ EXPERTS = (
     ),
     OpRow(
         "dispatched tokens, input of (gate and) up",
-        lambda d: d.matmul_input_bytes * d.expert_rows * d.hidden_size,
+        lambda d: d.matmul_input_bytes * d.input_copies.experts * d.expert_rows * d.hidden_size,
         "sequence",
         ("moe",),
     ),

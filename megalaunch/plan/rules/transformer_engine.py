@@ -65,21 +65,6 @@ def wgrad(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.library_experts", "Routed experts compute in fp8 by the engine's own matmuls.")
-def experts(at: RuleContext) -> Iterator[Violation]:
-    """Its grouped linear layer needs the rows of every expert on the host, and multiples of 16."""
-    if _is_used(at) and at.spec.model.moe.num_experts is not None:
-        yield Violation(
-            "precision.fp8.implementation",
-            f"Transformer Engine does not compute the {at.spec.model.moe.num_experts} routed experts",
-            fixes=(
-                _NATIVE,
-                {**_NATIVE, "precision.fp8.recipe": "rowwise", "precision.fp8.format": "e4m3"},
-                {"precision.compute_dtype": "bf16"},
-            ),
-        )
-
-
 @rule("fp8.library_gather", "fp8.param_gather is off with Transformer Engine.")
 def gather(at: RuleContext) -> Iterator[Violation]:
     """It casts the weights of bf16 that it is given."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from forked_ranks import run_ranks
 from oracle import assert_same, joined_stages, shake
 from slow_cases import slow_but
 from torch import nn
+from transformer_engine_runs import install_stand_in, library_spec, run_by_library, train_in_fp8
 
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
@@ -35,26 +35,11 @@ VALUES: dict[str, Any] = {"batch__micro_batch_size": 2, "model__num_query_groups
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    for name, module in stand_in.transformer_engine_modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(stand_in, "STATE", stand_in.State())
+    install_stand_in(monkeypatch)
 
 
-def te_spec(layout: dict[str, Any], recipe: str = "tensorwise", **values: Any) -> Any:
-    fp8 = {"recipe": recipe, "implementation": "transformer_engine"}
-    return float8_spec(layout, recipe, **{"precision__emulate": False, "precision__fp8": fp8, **VALUES, **values})
-
-
-def _train_and_record(spec: Any) -> Any:
-    numbers = train(spec, True, shake)
-    made = [(layer.mode, tuple(layer.weight.shape)) for layer in stand_in.STATE.layers]
-    return numbers, made, stand_in.STATE.casts
-
-
-def run_by_library(spec: Any) -> Any:
-    """The numbers of all stages; of the first rank the layers that were made, and how often weights were cast."""
-    ranks = run_ranks(spec.cluster.devices_per_node, _train_and_record, spec)
-    return joined_stages([numbers for numbers, _, _ in ranks]), *ranks[0][1:]
+def te_spec(layout: dict[str, Any], **values: Any) -> Any:
+    return library_spec(layout, **{**VALUES, **values})
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +50,13 @@ def expected() -> Any:
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one rank", "tp2 sp", "tp2", "pp2 1f1b"))
 def test_layouts_have_the_numbers_of_one_process(layout, expected):
-    found, made, casts = run_by_library(te_spec(LAYOUTS[layout]))
-    assert_same(found, expected)
+    found = run_by_library(te_spec(LAYOUTS[layout]))
+    assert_same(found.numbers, expected)
+    made = found.layers
     tp, layers = LAYOUTS[layout].get("tp", 1), 4 // LAYOUTS[layout].get("pp", 1)
     assert len(made) == layers * (4 if tp > 1 else 7)
     assert {mode for mode, _ in made} == ({"column", "row"} if tp > 1 else {None})
-    assert casts == len(made) * 4, "once in each of three steps, and in the validation"
+    assert found.casts == len(made) * 4, "once in each of three steps, and in the validation"
 
 
 SP: dict[str, Any] = LAYOUTS["tp2 sp"]
@@ -98,13 +84,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_forms_of_a_layer_have_the_numbers_of_the_native_ones(form):
     layout, values = FORMS[form]
     native = float8_spec(layout, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", **values})
-    found, _, _ = run_by_library(te_spec(layout, **values))
-    assert_same(found, joined_stages(run_ranks(native.cluster.devices_per_node, train, native, True, shake)))
-
-
-def _train_in_fp8(spec: Any) -> Any:
-    stand_in.STATE.quantize = True
-    return train(spec, True)
+    found = run_by_library(te_spec(layout, **values))
+    assert_same(found.numbers, joined_stages(run_ranks(native.cluster.devices_per_node, train, native, True, shake)))
 
 
 def test_the_recipe_and_its_format_reach_the_library():
@@ -113,7 +94,7 @@ def test_the_recipe_and_its_format_reach_the_library():
         fp8 = {"recipe": "tensorwise", "format": number_format, "first_layers_bf16": 1}
         native = float8_spec({}, "tensorwise", **{**VALUES, "precision__fp8": fp8})
         library = te_spec({}, precision__fp8={**fp8, "implementation": "transformer_engine"})
-        (expected,), (found,) = run_ranks(1, train, native, True), run_ranks(1, _train_in_fp8, library)
+        (expected,), (found,) = run_ranks(1, train, native, True), run_ranks(1, train_in_fp8, library)
         assert found.losses == expected.losses
         for name, gradient in expected.gradients.items():
             torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=0)

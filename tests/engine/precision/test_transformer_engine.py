@@ -38,7 +38,8 @@ def test_the_published_signatures_are_those_of_the_installed_sources():
     """Read, not imported: the import needs CUDA."""
     root = Path(INSTALLED.origin).parent
     found = {}
-    for file in ("pytorch/module/linear.py", "pytorch/quantization.py", "common/recipe/__init__.py"):
+    modules = ("pytorch/module/linear.py", "pytorch/module/grouped_linear.py", "pytorch/quantization.py")
+    for file in (*modules, "common/recipe/__init__.py"):
         for node in ast.parse((root / file).read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 found[node.name] = _parameters(node)

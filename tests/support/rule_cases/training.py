@@ -170,14 +170,6 @@ PRECISION = {
     "fp8.library_emulation": Case("precision.emulate=true", "precision.emulate=false", LIBRARY),
     "fp8.library_recipe": Case("precision.fp8.recipe=delayed", "precision.fp8.recipe=tensorwise", LIBRARY),
     "fp8.library_wgrad": Case("precision.fp8.wgrad=false", "precision.fp8.wgrad=true", LIBRARY),
-    "fp8.library_experts": Case(
-        "precision.fp8.implementation=transformer_engine",
-        "precision.fp8.implementation=transformer_engine precision.compute_dtype=bf16",
-        (
-            *("recipe=mixtral_tiny", "data.mock=true", *H100, "precision.compute_dtype=fp8"),
-            "batch.global_batch_size=16",
-        ),
-    ),
     "fp8.library_gather": Case("precision.fp8.param_gather=true", "precision.fp8.param_gather=false", LIBRARY),
     "fp8.library_shards": Case("parallel=zero3", "parallel=zero2", LIBRARY),
     "fp8.library_schedule": Case(

@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, k experts per token, R rows of this rank's expert
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,11 +26,13 @@ class Dispatched:
         rows_RH: A token for each row, in the order of this rank's experts.
         offsets_E: int32; the rows of expert e end before offsets[e].
         state: What `combine` of the same dispatcher needs.
+        counts: Rows of each expert, on the host; None: the dispatcher has not read them.
     """
 
     rows_RH: Tensor
     offsets_E: Tensor
     state: Any
+    counts: Sequence[int] | None = None
 
 
 Result = TypeVar("Result")
@@ -124,7 +126,8 @@ class LocalDispatcher:
             numbers_R = torch.arange(rows.permutation.pairs_R.shape[0], device=x_TH.device)
             rows = replace(rows, padding_R=numbers_R >= rows.counts_E.sum())
         offsets_E = rows.counts_E.cumsum(0).to(torch.int32)
-        dispatched = Dispatched(rows.collect(x_TH), offsets_E, rows)
+        counts = None if routing.padded_rows is None else [routing.padded_rows] * self.num_experts
+        dispatched = Dispatched(rows.collect(x_TH), offsets_E, rows, counts)
         return Exchange(lambda: dispatched)
 
     def combine(self, y_RH: Tensor, dispatched: Dispatched) -> Exchange[Tensor]:

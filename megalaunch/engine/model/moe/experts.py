@@ -5,6 +5,9 @@ Shapes: R rows in the order of their experts, E experts, H hidden, F a block's w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -56,13 +59,27 @@ class Experts(nn.Module):
         self.up_proj = GroupedLinear(num_experts, hidden_size, width, EXPERT_COLUMN, bias)
         self.down_proj = GroupedLinear(num_experts, width, hidden_size, EXPERT_ROW, bias)
 
+    @property
+    def projections(self) -> tuple[GroupedLinear, ...]:
+        """Gate, if there is one, up, and down."""
+        return (*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj, self.down_proj)
+
     def forward(self, x_RH: Tensor, offsets_E: Tensor) -> Tensor:
         """Apply the experts, [R, H] -> [R, H]; rows past the last offset are undefined."""
-        entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        activated_RF = self.activation_save_policy(self.activation, *(entry(x_RH, offsets_E) for entry in entries))
-        return self.down_proj(activated_RF, offsets_E)
+        return self.feed_forward(x_RH, partial(_project, offsets_E))
+
+    def feed_forward(self, x_RH: Tensor, project: Callable[[GroupedLinear, Tensor], Tensor]) -> Tensor:
+        """Apply the experts, [R, H] -> [R, H]; `project` applies a projection to rows."""
+        *entries, down = self.projections
+        activated_RF = self.activation_save_policy(self.activation, *(project(entry, x_RH) for entry in entries))
+        return project(down, activated_RF)
 
     @overridable
     def activation(self, *entered: Tensor) -> Tensor:
         """Apply the activation to up, or to gate and up."""
         return apply_activation(self.config, entered, overwrite_up=not self.recompute_activation)
+
+
+def _project(offsets_E: Tensor, projection: GroupedLinear, x_RH: Tensor) -> Tensor:
+    y_RF: Tensor = projection(x_RH, offsets_E)
+    return y_RF

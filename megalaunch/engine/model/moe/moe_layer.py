@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
-from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
+from megalaunch.engine.model.moe.dispatcher import Dispatched, TokenDispatcher
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.model.moe.routing import Routing
@@ -25,8 +26,18 @@ from megalaunch.engine.model.tp_region import TPRegion
 from megalaunch.engine.param_layout import REPLICATED
 
 
+class LibraryExperts(Protocol):
+    """A library that computes the projections of routed experts."""
+
+    def __call__(self, experts: Experts, dispatched: Dispatched) -> Tensor:
+        """Return the experts' output for each dispatched row, [R, H]; undefined past the last offset."""
+
+
 class MoELayer(nn.Module):
-    """y_t = sum over the experts e of token t of w_te expert_e(x_t), + gate(x_t) shared(x_t)."""
+    """y_t = sum over the experts e of token t of w_te expert_e(x_t), + gate(x_t) shared(x_t).
+
+    A `library` computes the projections of the experts, if there is one.
+    """
 
     def __init__(
         self,
@@ -42,6 +53,7 @@ class MoELayer(nn.Module):
         self.shared_save_policy: SavePolicy = save_activations
         self.router = Router(hidden_size, config, balancing)
         self.experts = Experts(config.num_experts, hidden_size, config.expert)
+        self.library: LibraryExperts | None = None
         shared = config.shared_experts
         self.shared_experts = None if shared is None else MLP(hidden_size, shared, tp_region)
         self.shared_expert_gate = Linear(hidden_size, 1, REPLICATED) if config.shared_expert_gate else None
@@ -63,12 +75,17 @@ class MoELayer(nn.Module):
         returning = []
         for exchange in arriving:
             dispatched = exchange.wait()
-            y_RH = self.experts(dispatched.rows_RH, dispatched.offsets_E)
-            returning.append(self.dispatcher.combine(y_RH, dispatched))
+            returning.append(self.dispatcher.combine(self._apply_experts(dispatched), dispatched))
         shared_BsH = None if finish_sharing is None else finish_sharing()
         outputs = [exchange.wait() for exchange in returning]
         y_BsH = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view_as(x_BsH)
         return y_BsH if shared_BsH is None else y_BsH + shared_BsH
+
+    def _apply_experts(self, dispatched: Dispatched) -> Tensor:
+        if self.library is not None:
+            return self.library(self.experts, dispatched)
+        y_RH: Tensor = self.experts(dispatched.rows_RH, dispatched.offsets_E)
+        return y_RH
 
     def _split(self, x_TH: Tensor, routing: Routing) -> list[tuple[Tensor, Routing]]:
         """Return the parts of the tokens that are exchanged one after another."""

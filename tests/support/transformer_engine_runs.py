@@ -1,0 +1,58 @@
+"""Runs whose layers the stand-in for Transformer Engine computes: specs, and what it was asked for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import transformer_engine_stand_in as stand_in
+from float8_runs import float8_spec, train
+from forked_ranks import run_ranks
+from oracle import joined_stages, shake
+
+
+def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stand-in be imported, with a new state."""
+    for name, module in stand_in.transformer_engine_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(stand_in, "STATE", stand_in.State())
+
+
+def library_spec(layout: dict[str, Any], recipe: str = "tensorwise", **values: Any) -> Any:
+    fp8 = {"recipe": recipe, "implementation": "transformer_engine"}
+    return float8_spec(layout, recipe, **{"precision__emulate": False, "precision__fp8": fp8, **values})
+
+
+@dataclass
+class LibraryRun:
+    """What a run by the library gave: the numbers of all stages; of the first rank what was asked of the library.
+
+    Attributes:
+        layers: Mode and shape of each linear layer.
+        experts: The shape of each grouped linear layer.
+        casts: How often weights were cast.
+    """
+
+    numbers: Any
+    layers: list[Any]
+    experts: list[Any]
+    casts: int
+
+
+def run_by_library(spec: Any) -> LibraryRun:
+    ranks = run_ranks(spec.cluster.devices_per_node, _train_and_record, spec)
+    return LibraryRun(joined_stages([numbers for numbers, *_ in ranks]), *ranks[0][1:])
+
+
+def _train_and_record(spec: Any) -> Any:
+    numbers, state = train(spec, True, shake), stand_in.STATE
+    layers = [(layer.mode, tuple(layer.weight.shape)) for layer in state.layers]
+    return numbers, layers, [layer.shape for layer in state.experts], state.casts
+
+
+def train_in_fp8(spec: Any) -> Any:
+    """The numbers of a run in which the stand-in casts to fp8."""
+    stand_in.STATE.quantize = True
+    return train(spec, True)
