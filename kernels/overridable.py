@@ -74,6 +74,14 @@ def target_name(target: Callable[..., Any]) -> str:
     return f"{target.__module__}.{target.__qualname__}".removeprefix("megalaunch.")
 
 
+def is_overridden(target: str, x: Tensor) -> bool:
+    """Return whether the overridable function or method of this name, called with `x`, is another package's.
+
+    It takes a name since torch.compile cannot trace `target_name`.
+    """
+    return not prescribes_forms() and _find(target, x.device.type) is not None
+
+
 def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return the device type of the first tensor among the arguments."""
     for value in (*args, *kwargs.values()):

@@ -33,6 +33,7 @@ from megalaunch.engine.model.rope import RopeCache, apply_rope, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP
 from megalaunch.engine.optimizer.muon import orthogonalize
 from megalaunch.engine.optimizer.update_rules import AdamW, ParameterState, Update
+from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa, causal_sdpa_reference, masked_sdpa, masked_sdpa_reference
 from megalaunch.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from megalaunch.kernels.forms import KernelForms
@@ -177,6 +178,19 @@ def _call(module: nn.Module, *inputs: Tensor) -> Tensor:
     return output
 
 
+def _add_norms() -> Iterator[Case]:
+    """Yield the cases of the residual addition with RMSNorm and with LayerNorm."""
+    shapes = ((3, 5, 64), (3, 5, 64), (64,), (64,))
+    for variant, widths in (("", shapes[:3]), ("LayerNorm", shapes)):
+        call, plain = (partial(_add_norm, function) for function in (add_norm, add_norm_reference))
+        yield Case(add_norm, call, plain, widths, variant=variant)
+
+
+def _add_norm(function: Callable[..., Outputs], _: None, x: Tensor, update: Tensor, *scale: Tensor) -> Outputs:
+    weight, bias = scale if len(scale) == 2 else (*scale, None)
+    return function(x, update, weight, bias, 1e-5, x.dtype)
+
+
 def _norms(target: Callable[..., Any]) -> Iterator[Case]:
     """Yield the cases of a norm: an override has to mind each of these settings."""
     layer, zero_centered = replace(_NORM, layer=True), replace(_NORM, zero_centered_gamma=True)
@@ -218,6 +232,7 @@ _MASK = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril() & ~torch.ones(_TOK
 
 
 CASES: tuple[Case, ...] = (
+    *_add_norms(),
     _function(rms_norm, rms_norm_reference, ((3, 5, 64), (64,)), 1e-5),
     _function(swiglu, swiglu_reference, ((3, 5, 64), (3, 5, 64))),
     _function(causal_sdpa, causal_sdpa_reference, _QKV, None),

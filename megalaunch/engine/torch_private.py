@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,6 +60,11 @@ def set_object_unpickler(unpickler: type[Any]) -> None:
 def storage_id(owner: Tensor | torch.UntypedStorage) -> int:
     """Return a number that names a live storage. Data pointers do not: they are 0 for fake tensors."""
     return (owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks, which only a call of it runs: there is no public way to ask."""
+    return any((module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks))
 
 
 def is_in_backward() -> bool:

@@ -21,6 +21,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 OVERRIDABLE: Mapping[str, Literal["function", "method", "class"]] = MappingProxyType(
     {
+        "kernels.add_norm.add_norm": "function",
         "kernels.causal_attention.causal_sdpa": "function",
         "kernels.causal_attention.masked_sdpa": "function",
         "kernels.cross_entropy.cross_entropy": "function",

@@ -40,6 +40,7 @@ _KERNELS = (
     "attention, head 64",
     "attention, head 128",
     "RMSNorm",
+    "residual and RMSNorm",
     "SwiGLU",
     "rope",
     "fp8 linear, tensorwise",

@@ -8,6 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from paths import TESTS
+from triton_add_norm_cases import ADD_NORM_CASES
+from triton_comparison import compare, randn
 
 from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 from megalaunch.kernels.permute import (
@@ -20,21 +23,6 @@ from megalaunch.kernels.permute import (
     unpermute,
 )
 from megalaunch.kernels.swiglu import swiglu_fused, swiglu_reference
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def randn(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def compare(found: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """A half format's result may differ by its last bit."""
-    for mine, reference in zip(found, expected, strict=True):
-        largest = max([1.0, *reference.abs().flatten().tolist()])
-        torch.testing.assert_close(
-            mine.double(), reference.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * largest
-        )
 
 
 def swiglu_case(size: tuple[int, ...], device: str, dtype: torch.dtype, transposed: bool = False) -> None:
@@ -94,6 +82,7 @@ def permute_case(
 
 
 CASES = {
+    **ADD_NORM_CASES,
     **{
         f"swiglu {size} {dtype}": partial(swiglu_case, size, dtype=dtype)
         for size in [(7,), (3, 5, 50), (1024,), (2, 1025)]
@@ -117,7 +106,8 @@ CASES = {
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported, hence a process of its own
+    # Read when Triton is imported, hence a process of its own.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS / "support")}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert run.stdout.splitlines() == list(CASES), run.stderr
 

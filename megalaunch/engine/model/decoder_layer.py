@@ -21,7 +21,7 @@ from megalaunch.engine.model.layer_modules import (
     FeedForwardModule,
     LayerModules,
 )
-from megalaunch.engine.model.layers import Norm
+from megalaunch.engine.model.layers import Norm, add_and_normalize
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import LocalDispatcher, TokenDispatcher
@@ -74,11 +74,15 @@ class DecoderLayer(TransformerBlock):
         attention_out = self.attention(
             self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.attention_seeds
         )
-        residual = x_BSH + maybe_dropout(self.attention_out_norm(attention_out), dropout_masks.attention_output)
+        attention_out = maybe_dropout(self.attention_out_norm(attention_out), dropout_masks.attention_output)
+        if self.parallel:
+            residual, normed = x_BSH + attention_out, self.mlp_norm(x_BSH)
+        else:
+            residual, normed = add_and_normalize(x_BSH, attention_out, self.mlp_norm)
         jitter = dropout_masks.router_jitter
         moe = self.moe_layer
         mlp = self.mlp if jitter is None or moe is None else partial(moe, jitter=jitter)
-        mlp_out = self.mlp_out_norm(mlp(self.mlp_norm(x_BSH if self.parallel else residual)))
+        mlp_out = self.mlp_out_norm(mlp(normed))
         return residual + maybe_dropout(mlp_out, dropout_masks.mlp_output)
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from megalaunch.engine.model.config import NormConfig
 from megalaunch.engine.model.tp_region import NoTP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
-from megalaunch.kernels.overridable import overridable
+from megalaunch.engine.torch_private import has_hooks
+from megalaunch.kernels.add_norm import add_norm, fuses_add_norm
+from megalaunch.kernels.overridable import is_overridden, overridable, target_name
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_sharded
 
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
@@ -92,6 +94,38 @@ class Norm(nn.Module):
         else:
             normed = rms_norm(x, weight, epsilon)
         return normed if normed.dtype == dtype else normed.to(dtype)
+
+    def fuses_addition(self, x: Tensor) -> bool:
+        """Return whether `add_and_normalize` computes for `x` what a call of the module would, in fewer passes.
+
+        Not if a save policy, hooks or an override have to see the norm alone.
+        """
+        return (
+            type(self) is Norm
+            and self.save_policy is save_activations
+            and not has_hooks(self)
+            and not is_overridden(_NORMALIZE, x)
+            and fuses_add_norm(x, self.bias)
+        )
+
+    def add_and_normalize(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + update, and its norm in the weight's dtype."""
+        weight = local_param(self.weight)
+        bias, dtype = None if self.bias is None else local_param(self.bias), weight.dtype
+        if self.config.zero_centered_gamma:
+            weight = 1 + weight.float()
+        return add_norm(x, update, weight, bias, self.config.epsilon, dtype)
+
+
+_NORMALIZE = target_name(Norm.normalize)
+
+
+def add_and_normalize(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return x + update, and its norm by any module; together where the norm can."""
+    if isinstance(norm, Norm) and norm.fuses_addition(x):
+        return norm.add_and_normalize(x, update)
+    total = x + update
+    return total, norm(total)
 
 
 class ShardedRMSNorm(Norm):

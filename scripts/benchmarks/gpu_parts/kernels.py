@@ -20,6 +20,7 @@ from gpu_parts.setting import Setting
 from gpu_parts.timing import median_seconds, relative_error
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.precision.float8 import Float8Matmuls
+from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
 from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
@@ -103,6 +104,20 @@ def _rms_norm(at: _Inputs) -> Kernel:
     if (liger := _liger()) is not None:
         forms["liger"] = lambda x, w: liger.liger_rms_norm(x, w, 1e-5)
     return Kernel((x, weight), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
+
+
+def _add_rms_norm(at: _Inputs) -> Kernel:
+    s = at.sizes
+    x, update, weight = at.randn(s.tokens, s.hidden), at.randn(s.tokens, s.hidden), at.randn(s.hidden)
+
+    def reference(x: Tensor, update: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm_reference(x, update, w, None, 1e-5, x.dtype)
+
+    forms: dict[str, Form] = {
+        "reference": reference,
+        "ours": lambda x, update, w: add_norm(x, update, w, None, 1e-5, x.dtype),
+    }
+    return Kernel((x, update, weight), at.compiled(forms, reference), bytes=8 * x.nbytes)
 
 
 def _layer_norm(at: _Inputs) -> Kernel:
@@ -258,6 +273,7 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "attention, head 64": _attention(64),
     "attention, head 128": _attention(128),
     "RMSNorm": _rms_norm,
+    "residual and RMSNorm": _add_rms_norm,
     "SwiGLU": _swiglu,
     "rope": _rope,
     "fp8 linear, tensorwise": _float8_linear("tensorwise"),

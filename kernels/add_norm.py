@@ -1,0 +1,107 @@
+"""The residual addition with the norm that follows it: h = x + update and the RMSNorm or LayerNorm of h.
+
+Apart, the two read h three times and write it once more than the Triton kernels do, which compute both in one pass each
+way. Sources: Zhang and Sennrich 2019 (RMSNorm); Ba et al. 2016 (LayerNorm).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalaunch.kernels.forms import prescribes_forms, uses_triton
+from megalaunch.kernels.overridable import is_overridden, overridable, target_name
+from megalaunch.kernels.rms_norm import rms_norm
+
+_WIDEST = 16384  # features that a program of the Triton kernels holds
+
+
+@overridable
+def add_norm(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return h = x + update and its norm in `dtype`, both [..., H], by the fastest form for the device.
+
+    Args:
+        x: The residual stream.
+        update: The output of a block.
+        weight: The norm's weight [H].
+        bias: The bias [H] of a LayerNorm; None: RMSNorm.
+        epsilon: The norm's epsilon.
+        dtype: Of the normed h.
+    """
+    form = add_norm_fused if _runs_kernel(x, bias) else add_norm_reference
+    return form(x, update, weight, bias, epsilon, dtype)
+
+
+_ADD_NORM, _RMS_NORM = target_name(add_norm), target_name(rms_norm)
+
+
+def fuses_add_norm(x: Tensor, bias: Tensor | None) -> bool:
+    """Return whether `add_norm` does more than call the two operators."""
+    return is_overridden(_ADD_NORM, x) or _runs_kernel(x, bias)
+
+
+def _runs_kernel(x: Tensor, bias: Tensor | None) -> bool:
+    if prescribes_forms() or torch.compiler.is_compiling():  # the compiler joins the two itself
+        return False
+    if not uses_triton(x) or x.shape[-1] > _WIDEST:
+        return False
+    return bias is not None or not is_overridden(_RMS_NORM, x)  # the kernel would bypass the override
+
+
+def add_norm_reference(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Add, and normalize by the operators that norms use elsewhere."""
+    total = x + update
+    wide = total.to(torch.promote_types(total.dtype, weight.dtype))
+    if bias is None:
+        normed = rms_norm(wide, weight.to(wide.dtype), epsilon)
+    else:
+        normed = F.layer_norm(wide, weight.shape, weight.to(wide.dtype), bias.to(wide.dtype), epsilon)
+    return total, normed.to(dtype)
+
+
+def add_norm_fused(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Add and normalize by the Triton kernels for forward and backward, in fp32 arithmetic whatever the dtype."""
+    total, normed = _FusedAddNorm.apply(x, update, weight, bias, epsilon, dtype)
+    return total, normed
+
+
+class _FusedAddNorm(torch.autograd.Function):
+    """Addition and norm by Triton kernels: saves h and, for each row, r = 1 / rms(h), or m = mean(h) and r of h - m.
+
+    Forward:   y = (h - m) r w + b,  with m = 0 and b = 0 in RMSNorm
+    Backward:  with n = (h - m) r and g = dy w:  dw = sum over rows of dy n,  db = sum over rows of dy,
+               dx = dupdate = dh + r (g - n mean(g n)), in LayerNorm also - r mean(g)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        from megalaunch.kernels.add_norm_triton import forward
+
+        total, normed, mean, inverse = forward(x, update, weight, bias, epsilon, dtype)
+        ctx.save_for_backward(total, weight, mean, inverse)
+        ctx.dtypes = x.dtype, update.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        from megalaunch.kernels.add_norm_triton import backward
+
+        d_total, d_normed = gradients
+        total, weight, mean, inverse = ctx.saved_tensors
+        d_weight = d_bias = None
+        if d_normed is not None:
+            d_total, d_weight, d_bias = backward(d_total, d_normed, total, weight, mean, inverse)
+        found = zip((d_total, d_total, d_weight, d_bias), ctx.dtypes, strict=True)
+        return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in found), None, None
