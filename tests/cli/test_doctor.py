@@ -78,6 +78,16 @@ def test_packages_for_gpus_are_named_where_there_is_one():
     )
 
 
+def test_attention_backends_of_packages_are_told_from_those_of_the_machine():
+    text = report_text(build_report(machine("h100", 8), [works(TORCH)]), everything=True)
+    assert "auto | flash | cudnn | efficient | flex | math\n" in text
+    assert re.search(
+        r"^    auto +torch's operator; .*: by mask, dtype and length, never of another package$", text, re.M
+    )
+    assert re.search(r"^    flash_attn +not installed: pip install --no-build-isolation 'flash-attn>=2.6'$", text, re.M)
+    assert re.search(r"^    te +not installed: pip install 'megalaunch\[te\]'$", text, re.M)
+
+
 @pytest.mark.parametrize("extra", sorted({package.extra for package in OPTIONAL if package.extra}))
 def test_the_extras_that_are_named_bring_the_packages(extra):
     required = importlib.metadata.requires("megalaunch")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from made_specs import LAPTOP, resolved
 
-from megalaunch.plan.attention_backends import describe_backend, serving_backends
+from megalaunch.plan.attention_backends import describe_auto, describe_backend, serving_backends
 from megalaunch.plan.check import check
+from megalaunch.plan.cost.attention import attention_kernel
+from megalaunch.plan.cost.stacks import engine_stack
+from megalaunch.schema import with_values
 
 TINY = ("recipe=tiny", "data.corpus=x")
 GPUS = ("cluster.nodes=1", "cluster.devices_per_node=8", "batch.global_batch_size=16", "precision.compute_dtype=bf16")
@@ -110,3 +113,27 @@ def test_a_fix_names_no_other_package(backend):
 )
 def test_a_run_reports_its_kernel_and_why(overrides, said):
     assert said in describe_backend(resolved(*overrides)[0])
+
+
+@pytest.mark.parametrize(
+    ("backend", "exchange", "like", "merges"),
+    [
+        ("flash_attn", "a2a", "flash", False),
+        ("flash_attn", "allgather", "flash", False),
+        ("te", "allgather", "cudnn", False),
+        ("te", "p2p", "cudnn", True),
+        ("flash", "allgather", "flash", True),
+    ],
+)
+def test_the_rate_of_a_package_and_the_blocks_that_it_merges(backend, exchange, like, merges):
+    spec, _ = resolved(*H100, "parallel=cp2", f"parallel.cp_comm_type={exchange}", f"model.attention_backend={backend}")
+    found = attention_kernel(spec, engine_stack(spec), None)
+    alike = attention_kernel(with_values(spec, {"model.attention_backend": like}), engine_stack(spec), None)
+    assert (found.rate, found.block, found.merges > 0) == (alike.rate, alike.block, merges)
+
+
+def test_auto_is_said_to_take_kernels_of_torch_only():
+    for device in ("cpu", "cuda", "npu"):
+        assert describe_auto(device).endswith("by mask, dtype and length, never of another package")
+    assert "blocks of flash attention" in describe_auto("cuda")
+    assert "blocks of flash attention" not in describe_auto("npu")
