@@ -17,6 +17,7 @@ MAY_PASS = frozenset(
     )
 )
 """Errors of the storage of a run directory that may pass without a change to the run."""
+_NOT_MOUNTED = (errno.ENOENT, errno.ENODEV, errno.ENOTCONN, errno.ESTALE)
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two tries: doubled from the first to the longest."""
 STOP_SECONDS = 5.0
@@ -30,7 +31,9 @@ def may_pass(error: OSError) -> bool:
 
 def remedy(error: OSError) -> str:
     """Return what a user can do about a write that failed, in the imperative."""
-    return "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there"
+    return "mount it again" if error.errno in _NOT_MOUNTED else "make it writable again"
 
 
 class StorageWait:

@@ -265,6 +265,20 @@ def test_a_run_directory_that_becomes_read_only(tmp_path):
         assert "restart" not in out
 
 
+def test_ranks_that_are_silent_while_the_storage_fails_do_not_hang(tmp_path):
+    directory = run_of(tmp_path)
+    limits = {"launcher__hang_timeout": 2.0, "launcher__step_timeout": 2.0}
+    with launched(tmp_path, tiny_spec(train__steps=100, **limits), FAKE_WAIT_FOR_STORAGE="1") as process:
+        wait_until(lambda: len(steps_of(directory)) > 10)
+        with read_only(directory.root):
+            time.sleep(7)
+            assert process.poll() is None
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert events_of(directory, "restart") == events_of(directory, "worker_failed") == []
+    assert steps_of(directory) == list(range(1, 101))
+
+
 def test_a_worker_that_dies_of_failing_storage_starts_again_when_it_is_back(tmp_path):
     directory = run_of(tmp_path)
     with launched(tmp_path, tiny_spec(train__steps=300)) as process:

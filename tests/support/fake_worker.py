@@ -5,6 +5,7 @@ several of them with commas in between.
 FAKE_CHECKPOINT_INTERVAL: steps between checkpoints; without it there is one at the end.
 FAKE_STEP_SECONDS: length of a step. FAKE_IGNORE_STOP=1: stop signals have no effect.
 FAKE_ORPHAN=1: it does not die with its parent.
+FAKE_WAIT_FOR_STORAGE=1: rank 0 waits, silently, while it cannot write its metrics.
 FAKE_ABORT_AT_END=1: rank 0 aborts after it has written the outcome.
 """
 
@@ -56,7 +57,7 @@ def main() -> None:
                 step -= 1
                 break
             if rank == 0:
-                append_line(directory.metrics, metrics(step))
+                write_metrics(directory, step)
                 if step % int(os.environ.get("FAKE_CHECKPOINT_INTERVAL", "1000000")) == 0:
                     directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
                     record_event(directory, "checkpoint", step=step, path=str(directory.checkpoint(step)))
@@ -93,6 +94,16 @@ def tell_failure(directory: RunDirectory, rank: int, attempt: int, phase: str, s
         message=str(error),
         attempt=attempt,
     )
+
+
+def write_metrics(directory: RunDirectory, step: int) -> None:
+    while True:
+        try:
+            return append_line(directory.metrics, metrics(step))
+        except OSError:
+            if not os.environ.get("FAKE_WAIT_FOR_STORAGE"):
+                raise
+            time.sleep(0.1)
 
 
 def metrics(step: int) -> dict[str, float]:
