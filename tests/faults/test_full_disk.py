@@ -51,6 +51,20 @@ def full(disk: Path) -> Iterator[None]:
         filler.unlink()
 
 
+@contextmanager
+def unmounted(place: Path) -> Iterator[None]:
+    """Nothing is mounted at `place`; then it is what it was."""
+    kept = place.with_name("kept")
+    kept.mkdir()
+    subprocess.run(["mount", "--bind", str(place), str(kept)], check=True)
+    subprocess.run(["umount", "-l", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "--bind", str(kept), str(place)], check=True)
+        subprocess.run(["umount", "-l", str(kept)], check=True)
+
+
 def assert_delayed(directory: RunDirectory, out: str, undisturbed: RunDirectory) -> None:
     """The run has waited once, and is that of the undisturbed one, bit for bit."""
     assert not events_of(directory, "restart")
@@ -65,14 +79,15 @@ def assert_delayed(directory: RunDirectory, out: str, undisturbed: RunDirectory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["full", "read_only"])
+@pytest.mark.parametrize("fault", ["full", "read_only", "unmounted"])
 def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, fault):
-    """It fails while metrics are written, and is still failing when the last checkpoint is saved."""
+    """It fails for longer than the limit of a hang, while metrics are written."""
+    faults = {"full": lambda: full(small_disk), "unmounted": lambda: unmounted(small_disk)}
     directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
     overrides = ("train.steps=400", *NOTHING_BETWEEN, "launcher.hang_timeout=5", "launcher.step_timeout=5")
     with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
-        with full(small_disk) if fault == "full" else read_only(directory.root):
+        with faults.get(fault, lambda: read_only(directory.root))():
             time.sleep(SECONDS)
             before = len(steps_of(directory))
             assert process.poll() is None
