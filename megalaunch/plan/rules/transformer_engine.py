@@ -43,10 +43,10 @@ def emulation(at: RuleContext) -> Iterator[Violation]:
 
 @rule("fp8.library_recipe", "Transformer Engine computes the recipes tensorwise, blockwise and mxfp8.")
 def recipe(at: RuleContext) -> Iterator[Violation]:
-    """It has no scales of rows, and keeps delayed histories by microbatch and rank: another layout cannot resume."""
+    """It has no scales of rows. Its delayed histories get an entry per microbatch; a rank saves them as a pickle."""
     asked = at.spec.precision.fp8.recipe
     if _is_used(at) and asked in ("rowwise", "delayed"):
-        reason = "has no scales of rows" if asked == "rowwise" else "keeps histories that another layout cannot resume"
+        reason = "has no scales of rows" if asked == "rowwise" else "has histories of microbatches, for one layout"
         yield Violation(
             "precision.fp8.recipe",
             f"Transformer Engine {reason} ({asked})",
