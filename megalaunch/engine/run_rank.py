@@ -17,11 +17,12 @@ from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.precision.backend_flags import set_backend_flags
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.run_end import RankError, RunEnd
-from megalaunch.engine.train.rank_sync import raise_on_all_ranks
+from megalaunch.engine.train.rank_sync import all_gather_objects, raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.storage_retry import STORAGE, retry_while_storage_fails
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.plan.topology import Topology
+from megalaunch.rundir.fence import Fence
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
@@ -38,6 +39,7 @@ def run_rank(
     progress: ProgressWriter,
     stop: StopSignal,
     entrypoint: RankEntrypoint,
+    fence: Fence,
 ) -> None:
     """Run an entrypoint on one rank; return when all ranks have come to the same controlled end. Collective.
 
@@ -48,16 +50,22 @@ def run_rank(
         progress: Writer of this rank's progress file.
         stop: The stop signal that this worker received, if any.
         entrypoint: The work.
+        fence: The right of this attempt to change the run directory, which rank 0 claims.
+
+    Raises:
+        Superseded: Later workers have claimed that right.
     """
-    record = RunLogger(directory, rank, progress, spec.run.storage_timeout, lambda: stop.signal)
+    record = RunLogger(directory, rank, progress, spec.run.storage_timeout, lambda: stop.signal, fence)
     topology = Topology.from_spec(spec)
     if rank < topology.world:
         progress.coordinates = topology.coordinates(rank)
+    record.claim_run()
     record.reserve_outcome_space()
     record.phase("joining")
     device, problem = init_process_group(spec)
     try:
         raise_on_all_ranks(_check_world_size(topology) or problem, step=0)
+        fence.number = _of_rank_0(fence.number)
         record.phase("building")
         set_backend_flags(spec, device)
         ending = entrypoint(spec, make_mesh(topology, device, rank), directory, record, stop)
@@ -82,6 +90,11 @@ def _write_ending(record: RunLogger, ending: RunEnd) -> None:
     except CheckpointError:
         if record.is_first:
             raise
+
+
+def _of_rank_0(number: int | None) -> int | None:
+    claimed = all_gather_objects(number)[0]
+    return claimed if isinstance(claimed, int) else None
 
 
 def _check_world_size(topology: Topology) -> RankError | None:

@@ -20,6 +20,7 @@ from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect
 
 if TYPE_CHECKING:
     from megalaunch.engine.run_rank import RankEntrypoint
+    from megalaunch.rundir.fence import Fence
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
 
@@ -48,12 +49,14 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
     if not path.is_file():  # checked before files are written to its folder
         print(f"{path} is no file\n{USAGE}", file=sys.stderr)
         return 2
+    from megalaunch.rundir.fence import Fence
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
     from megalaunch.schema.spec_file import read_spec
 
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     redirect_output(directory.rank_log(rank))
+    fence = Fence(directory.attempts, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
     diagnostics = HangDiagnostics(directory.collective_trace(rank), _attempt())
     diagnostics.install()
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
@@ -63,8 +66,9 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
             spec, entrypoint = read_spec(path), load_entrypoint()
             from megalaunch.engine.run_rank import run_rank
 
-        run_rank(spec, directory, rank, progress, stop, entrypoint)
+        run_rank(spec, directory, rank, progress, stop, entrypoint, fence)
     except BaseException as error:
+        _end_if_superseded(error, fence)
         with contextlib.suppress(OSError):  # a full disk: the traceback still goes to the log
             diagnostics.dump(error)  # before the event, whose reader looks for the trace
             _report_crash(directory, progress, rank, error)
@@ -78,6 +82,21 @@ def _attempt() -> int:
     from megalaunch.rundir.environment import current_attempt
 
     return current_attempt(os.environ)
+
+
+def _end_if_superseded(error: BaseException, fence: Fence) -> None:
+    """End this process with exit code 75 if later workers have taken over the run, whatever the error is."""
+    from megalaunch.rundir.fence import Superseded
+    from megalaunch.rundir.outcome import ExitCode
+
+    found: BaseException = error
+    try:
+        fence.check()
+    except (Superseded, OSError) as superseded:
+        found = superseded if isinstance(superseded, Superseded) else error
+    if isinstance(found, Superseded):
+        print(f"megalaunch: {found}", file=sys.stderr, flush=True)
+        os._exit(int(ExitCode.PREEMPTED))  # nothing of this attempt is worth a wait for its peers
 
 
 def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, error: BaseException) -> None:

@@ -19,7 +19,7 @@ from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.spec_file import read_spec
 
 _OURS = re.compile(
-    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|experts\.bin|events\.jsonl|bad_steps\.json|outcome\.json|sample\.txt|lock"
+    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|experts\.bin|events\.jsonl|attempts\.jsonl|bad_steps\.json|outcome\.json|sample\.txt|lock"
     r"|job\.json|job\.sbatch"
     r"|logs|checkpoints|plots|profiles|tensorboard|trackers|report\.html|tokenizer\.json|origin|\.[a-z.]+\.unfinished"
 )

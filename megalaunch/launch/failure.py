@@ -15,6 +15,7 @@ from megalaunch.launch.hang.rank_monitor import Rank, rank_label
 from megalaunch.platform.cgroups import OomKills
 from megalaunch.platform.torch_backends import broken_backend
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.outcome import ExitCode
 
 # Errors of gloo, NCCL and the store for a lost peer: they show a consequence of a failure, not its cause.
 _LOST_PEER = re.compile(
@@ -32,6 +33,7 @@ _SIGNALS = {
     signal.SIGABRT: "aborted by native code; the reason is in the log",
 }
 BROKEN_TORCH = "torch cannot be imported"
+SUPERSEDED = f"exit code {int(ExitCode.PREEMPTED)}"  # of a worker that found later workers of the run
 
 
 @dataclass(frozen=True)

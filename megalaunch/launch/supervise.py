@@ -12,7 +12,7 @@ from megalaunch.format.numbers import format_duration
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
-from megalaunch.launch.failure import BROKEN_TORCH, Failure
+from megalaunch.launch.failure import BROKEN_TORCH, SUPERSEDED, Failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
@@ -152,7 +152,7 @@ class Supervisor:
         finally:
             attempt.agent.kill_tree()
         last = self._last_failure
-        if last is None or self._stop.count or self._has_outcome:
+        if last is None or last.exception == SUPERSEDED or self._stop.count or self._has_outcome:
             return False
         could_not_start = last.rank is None and (attempt.agent_code or 0) > 0
         return not (could_not_start or self._keeps_failing()) and self._becomes_writable()
@@ -268,6 +268,10 @@ class Supervisor:
         if written is not None:
             return LaunchResult(written)
         failure = self._last_failure
+        if failure is not None and failure.exception == SUPERSEDED:  # the run directory belongs to others now
+            log = "the agent's log" if failure.rank is None else self._directory.rank_log(failure.rank)
+            reason = f"later workers have taken over the run (see {log}); nothing was changed since"
+            return LaunchResult(Outcome(int(ExitCode.PREEMPTED), reason, self._view.step))
         unwritable = unwritable_reason(self._directory)
         if self._stop.count:
             code, failure = self._stop.exit_code, None

@@ -90,7 +90,8 @@ EXIT_MEANINGS: Mapping[ExitCode, ExitMeaning] = {
     ExitCode.PREEMPTED: ExitMeaning(
         "stopped by a signal; the run can be resumed",
         "SIGTERM, or another early warning of a scheduler: a checkpoint was saved, unless a second signal followed or "
-        "the run directory could not be written.",
+        "the run directory could not be written. Also workers that find that later ones have taken over the run: they "
+        "change nothing any more.",
         "run the same command to resume",
     ),
     ExitCode.INTERRUPTED: ExitMeaning(

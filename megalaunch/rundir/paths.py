@@ -56,6 +56,11 @@ class RunDirectory:
         return self.root / "events.jsonl"
 
     @property
+    def attempts(self) -> Path:
+        """The starts of all workers, numbered: only the newest ones may change the run's files."""
+        return self.root / "attempts.jsonl"
+
+    @property
     def bad_steps(self) -> Path:
         """The bad steps of the run and the batches that it leaves out."""
         return self.root / "bad_steps.json"

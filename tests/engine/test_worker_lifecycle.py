@@ -17,6 +17,7 @@ from megalaunch.engine import run_rank, train_rank
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.train import checkpointer
 from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.rundir.fence import Fence
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
@@ -37,7 +38,7 @@ def live_on(ranks: int, spec: RunSpec, root: Path, spoil: Callable[[int], None] 
         )  # the ranks have met already
         spoil(rank)
         progress = ProgressWriter(directory.progress(rank), rank, 0)
-        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_rank.train)
+        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_rank.train, Fence(directory.attempts))
 
     run_ranks(ranks, body)
     outcome = read_outcome(RunDirectory(root).outcome)

@@ -90,6 +90,14 @@ def test_the_same_failure_three_times_is_no_progress(tmp_path):
     assert [event["pause_seconds"] for event in events_of(run_of(tmp_path), "restart")] == [0.0, 0.1]
 
 
+def test_workers_that_others_have_replaced_are_not_restarted(tmp_path):
+    code, _, err = run_fake(tmp_path, tiny_spec(), FAKE_FAULT="superseded:0:7:99")
+    assert code == ExitCode.PREEMPTED
+    assert f"later workers have taken over the run (see {run_of(tmp_path).rank_log(0)})" in " ".join(err.split())
+    assert events_of(run_of(tmp_path), "restart") == []
+    assert not run_of(tmp_path).outcome.exists()  # it would be that of the others
+
+
 def test_a_new_checkpoint_refills_the_restarts(tmp_path):
     """Two unrelated crashes with one restart allowed: between them the run got further."""
     fault = {"FAKE_FAULT": "kill:1:7,kill:1:12:2", "FAKE_CHECKPOINT_INTERVAL": "5"}

@@ -19,6 +19,7 @@ from megalaunch.launch.lock import RunLock
 from megalaunch.rundir.collective_trace import CollectiveTrace, write_collective_trace
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.expert_load import append_expert_load
+from megalaunch.rundir.fence import Fence
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -49,6 +50,7 @@ WRITERS = {
     "metrics.jsonl": (lambda run: append_line(run.metrics, {"step": 1}), "refuses"),
     "experts.bin": (lambda run: append_expert_load(run.expert_load, 1, [0], np.ones((1, 2))), "refuses"),
     "events.jsonl": (lambda run: record_event(run, "note", message="x"), "refuses"),
+    "attempts.jsonl": (lambda run: Fence(run.attempts).claim(), "refuses"),
     "logs/agent.log": (lambda run: agent(run.agent_log), "refuses"),
     "logs/rank_0.log": (lambda run: redirect_output(run.rank_log(0)), "refuses"),
     "logs/rank_0.progress.json": (lambda run: ProgressWriter(run.progress(0), 0, 0).report("step", 1), "refuses"),

@@ -1,7 +1,7 @@
 """A worker without torch: counts steps through the run directory, and fails on demand, for tests of the launcher.
 
-FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit; attempts: how many attempts it strikes;
-several of them with commas in between.
+FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit|superseded; attempts: how many it
+strikes; several of them with commas in between.
 FAKE_CHECKPOINT_INTERVAL: steps between checkpoints; without it there is one at the end.
 FAKE_STEP_SECONDS: length of a step. FAKE_IGNORE_STOP=1: stop signals have no effect.
 FAKE_ORPHAN=1: it does not die with its parent.
@@ -138,6 +138,8 @@ def strike(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exit":
         os._exit(3)
+    if kind == "superseded":
+        os._exit(int(ExitCode.PREEMPTED))
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "hang":

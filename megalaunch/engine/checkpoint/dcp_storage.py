@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ class _RankFiles:
     needed: int
 
 
+Hold = Callable[[], AbstractContextManager[None]]
+"""Holds the right to publish until its context ends; raises Superseded without it."""
+
+
 class CheckpointWriter(StorageWriter):
     """Writes one checkpoint. DCP calls the methods in order and raises an exception of one rank on every rank."""
 
@@ -67,8 +72,9 @@ class CheckpointWriter(StorageWriter):
         documents: Mapping[str, Any],
         files: Mapping[str, Path],
         wrote: Wrote,
+        hold: Hold,
     ) -> None:
-        self._directory, self._files, self._wrote = directory, files, wrote
+        self._directory, self._files, self._wrote, self._hold = directory, files, wrote, hold
         self._texts = {f"{name}.json": json.dumps(document, indent=1) + "\n" for name, document in documents.items()}
         self._needed = 0
         self.unfinished: Path | None = None  # set on the coordinator only
@@ -134,7 +140,8 @@ class CheckpointWriter(StorageWriter):
             records = [_write_text(self.unfinished / name, text) for name, text in texts.items()]
             records += [_copy(source, self.unfinished / name) for name, source in self._files.items()]
             _write_text(self.unfinished / MANIFEST, manifest_text([*records, *shards]))
-            publish_directory(self.unfinished, self._directory)
+            with self._hold():
+                publish_directory(self.unfinished, self._directory)
         except OSError as error:
             raise write_error(self._directory, self.unfinished, self._needed, error) from error
 

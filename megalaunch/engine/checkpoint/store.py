@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megalaunch.engine.checkpoint.coordination import coordination_group, run_on_all_ranks
-from megalaunch.engine.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
+from megalaunch.engine.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter, Hold
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.load_tensors import read_tensors
 from megalaunch.engine.checkpoint.retention import latest_valid_checkpoint, prune_checkpoints
@@ -35,6 +35,7 @@ from megalaunch.fs import discard_directory
 from megalaunch.rundir.checkpoint.contents import JSON, read_document
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
 from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, TensorIndex, read_tensor_index
+from megalaunch.rundir.fence import Superseded
 
 __all__ = [
     "JSON",
@@ -61,6 +62,7 @@ def save_checkpoint(
     copies: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
     wrote: Callable[[int, int], None] = lambda done, total: None,
+    hold: Hold = nullcontext,
 ) -> None:
     """Save a checkpoint as `directory`, replacing an existing one. Collective.
 
@@ -78,9 +80,10 @@ def save_checkpoint(
             describe the sharding.
         group: a separate gloo group, for an async save.
         wrote: progress callback: (bytes written, total bytes) of this rank.
+        hold: holds the right to publish, while the directory gets its name; it may raise Superseded, on all ranks.
     """
     _require_names(tensors, documents, files)
-    writer = CheckpointWriter(directory, documents, files, wrote)
+    writer = CheckpointWriter(directory, documents, files, wrote, hold)
     try:
         with _dcp_errors(directory, "save"):
             save(
@@ -229,7 +232,7 @@ def _dcp_errors(directory: Path, action: str) -> Iterator[None]:
             yield
     except CheckpointException as failure:
         rank, (cause, _) = min(failure.failures.items())
-        if isinstance(cause, CheckpointError):
+        if isinstance(cause, CheckpointError | Superseded):
             raise cause from None
         raise CheckpointError(
             f"cannot {action} the checkpoint {directory}: rank {rank}: {type(cause).__name__}: {cause}"

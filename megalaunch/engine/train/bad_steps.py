@@ -14,6 +14,7 @@ from statistics import median
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.rundir.bad_steps import BadStepRecord, read_bad_steps, write_bad_steps
+from megalaunch.rundir.fence import Fence
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.train import TrainSpec
 
@@ -64,8 +65,8 @@ class LeftOutBatches:
     They are in `bad_steps.json`, from which a resumed run reads them: it leaves out the same.
     """
 
-    def __init__(self, train: TrainSpec, directory: RunDirectory) -> None:
-        self._directory = directory
+    def __init__(self, train: TrainSpec, directory: RunDirectory, fence: Fence) -> None:
+        self._directory, self._fence = directory, fence
         self._named = frozenset(train.iterations_to_skip)
         self._records: list[BadStepRecord] = []
 
@@ -88,4 +89,9 @@ class LeftOutBatches:
 
     def save(self) -> None:
         """Write the bad steps for later launches. Collective; raises a CheckpointError on all ranks."""
-        run_on_rank0(lambda: write_bad_steps(self._directory.bad_steps, self._records))
+
+        def write() -> None:
+            with self._fence.hold():
+                write_bad_steps(self._directory.bad_steps, self._records)
+
+        run_on_rank0(write)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.async_save import PinnedStaging, SaveThread
 from megalaunch.engine.checkpoint.coordination import background_group, run_on_rank0
+from megalaunch.engine.checkpoint.dcp_storage import Hold
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.store import load_checkpoint, prune_checkpoints, read_document, save_checkpoint
 from megalaunch.engine.model.decoder import strip_vocab_padding
@@ -165,7 +167,8 @@ class Checkpointer:
             self._record.io_progress("saving", position.step, done, total, async_context=async_context is not None)
 
         def save() -> Path:
-            return save_run(self._directory, self._spec, tensors, position, wrote, async_context)
+            hold = self._record.fence.hold
+            return save_run(self._directory, self._spec, tensors, position, wrote, async_context, hold)
 
         def waiting() -> None:
             self._waits += 1
@@ -184,7 +187,8 @@ class Checkpointer:
     def _remove_old(self, newest: Path) -> None:
         try:
             settings = self._spec.checkpoint
-            prune_checkpoints(self._directory.checkpoints, settings.keep_last, newest, settings.keep_every)
+            with self._record.fence.hold():
+                prune_checkpoints(self._directory.checkpoints, settings.keep_last, newest, settings.keep_every)
         except OSError as error:  # the new checkpoint is complete: a failure to prune is only logged
             self._record.event("note", message=f"old checkpoints could not be removed: {error}")
 
@@ -260,6 +264,7 @@ def save_run(
     position: TrainProgress,
     wrote: Callable[[int, int], None],
     async_context: AsyncSaveContext | None = None,
+    hold: Hold = nullcontext,
 ) -> Path:
     """Save everything that a resume, generation or an export needs. Collective.
 
@@ -270,6 +275,7 @@ def save_run(
         position: Step and tokens at which the state was taken.
         wrote: Progress callback of `save_checkpoint`.
         async_context: Host copies and process group of an asynchronous save; None: save on the calling thread.
+        hold: As `save_checkpoint`'s.
 
     Returns:
         The checkpoint directory.
@@ -284,7 +290,7 @@ def save_run(
     if directory.origin.is_dir():
         files |= {path.name: path for path in sorted(directory.origin.iterdir())}
     documents: Mapping[str, JSON] = {OVERRIDES: list(spec.platform.overrides)}
-    save_state(target, spec.model, tensors, position, files, documents, wrote, async_context)
+    save_state(target, spec.model, tensors, position, files, documents, wrote, async_context, hold)
     return target
 
 
@@ -297,12 +303,15 @@ def save_state(
     documents: Mapping[str, JSON] = MappingProxyType({}),
     wrote: Callable[[int, int], None] = lambda done, total: None,
     async_context: AsyncSaveContext | None = None,
+    hold: Hold = nullcontext,
 ) -> None:
     """Save the training state as the checkpoint `target`; arguments as `save_run`'s and `save_checkpoint`'s."""
     documents = {**documents, POSITION: position.to_document()}
     copies, group = (async_context.copies, async_context.group) if async_context else (None, None)
     shapes = _saved_shapes(tensors, spec)
-    save_checkpoint(target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote)
+    save_checkpoint(
+        target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote, hold=hold
+    )
 
 
 def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: Optimizer) -> TrainProgress:

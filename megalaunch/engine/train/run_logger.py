@@ -18,6 +18,7 @@ from megalaunch.format.numbers import format_duration
 from megalaunch.fs import sync_file, write_file_atomically
 from megalaunch.rundir.events import EventName, make_event
 from megalaunch.rundir.expert_load import append_expert_load, truncate_expert_load
+from megalaunch.rundir.fence import Fence
 from megalaunch.rundir.jsonl import Record, append_line, keep_lines, read_lines
 from megalaunch.rundir.metrics import with_time
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
@@ -42,6 +43,7 @@ class RunLogger:
         progress: Writer of this rank's progress file.
         storage_timeout: Seconds that writes wait for the storage (`run.storage_timeout`).
         stop: Returns the signal to stop that this rank received, if any.
+        fence: The right of this attempt to write, checked before each write; None: it is not checked.
 
     Attributes:
         waits_for_storage: False once the ranks have waited in vain.
@@ -54,8 +56,10 @@ class RunLogger:
         progress: ProgressWriter,
         storage_timeout: float = 0.0,
         stop: Callable[[], signal.Signals | None] = lambda: None,
+        fence: Fence | None = None,
     ) -> None:
         self._directory, self._first, self._progress = directory, rank == 0, progress
+        self.fence = fence or Fence(directory.attempts)
         self._started = self._io_reported = time.monotonic()
         self._storage_timeout, self.stop, self.waits_for_storage = storage_timeout, stop, True
         self._wait = self.storage_wait()
@@ -164,9 +168,14 @@ class RunLogger:
         if not self._first:
             return
         try:
-            write_file_atomically(self._directory.sample, text)
+            with self.fence.hold():
+                write_file_atomically(self._directory.sample, text)
         except OSError as error:
             self.event("note", message=f"the sample could not be saved: {error}")
+
+    def claim_run(self) -> None:
+        """Claim the right to write; rank 0 only."""
+        self._write(self._directory.attempts, self.fence.claim)
 
     def reserve_outcome_space(self) -> None:
         """Reserve disk space for the outcome, so that it can be written even if the disk fills up."""
@@ -176,7 +185,8 @@ class RunLogger:
         """Write how the run ended; rank 0 only. Raises OSError if the file cannot be written."""
         if self._first:
             outcome = Outcome(ending.exit_code, ending.reason, ending.step, ending.details)
-            write_outcome(self._directory.outcome, outcome)
+            with self.fence.hold():
+                write_outcome(self._directory.outcome, outcome)
         self.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
 
     def last_step_of(self, kind: Callable[[Mapping[str, Any]], bool]) -> int:
@@ -193,7 +203,8 @@ class RunLogger:
 
         def cut() -> None:
             last = self._last_step()
-            lines = keep_lines(self._directory.metrics, lambda line: line.get("step", 0) <= step)
+            with self.fence.hold():
+                lines = keep_lines(self._directory.metrics, lambda line: line.get("step", 0) <= step)
             if lines:
                 self.event("metrics_cut", after_step=step, lines=lines, last_step=last)
 
@@ -237,8 +248,12 @@ class RunLogger:
         self._write(path, lambda: append_line(path, record))
 
     def _write(self, path: Path, write: Callable[[], object]) -> None:
+        def write_if_newest() -> None:
+            self.fence.check()
+            write()
+
         if self._first:
-            self._pending.add(path, write)
+            self._pending.add(path, write_if_newest)
 
 
 def describe_wait(wait: StorageWait, stop: signal.Signals | None) -> str:

@@ -131,7 +131,7 @@ class Trainer:
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
         self._history = LossHistory(state.spec.train)
-        self._left_out = LeftOutBatches(state.spec.train, directory)
+        self._left_out = LeftOutBatches(state.spec.train, directory, record.fence)
         self._expert_collapse = ExpertCollapseGuard(state.spec, state.model.config.expert_layers)
         self._stragglers = StragglerDetector(state.spec, state.mesh)
         self._profiler = StepProfiler(state.spec.logging, directory, state.mesh.rank, state.mesh.device)
@@ -173,7 +173,7 @@ class Trainer:
             run_on_rank0(
                 partial(require_never_saved, self._directory.checkpoints, self._rejected, self._record.last_saved)
             )
-        run_on_rank0(partial(remove_leftovers, self._directory.checkpoints))
+        run_on_rank0(partial(self._while_newest, partial(remove_leftovers, self._directory.checkpoints)))
         self._left_out.load()
         if found is not None:
             self._restore(found)
@@ -329,6 +329,10 @@ class Trainer:
         self._progress = replace(self._progress, step=number, updates=step.leave_out(number))
         self._record.left_out(number, self._progress.tokens)
 
+    def _while_newest(self, change: Callable[[], None]) -> None:
+        with self._record.fence.hold():
+            change()
+
     def _handle_bad_step(self, bad: BadStep, number: int, step: TrainStep) -> None:
         """Leave the batch of a bad step out, and with "rewind" those before it. Raises RunEnd without budget left."""
         train, count = self._spec.train, self._left_out.num_bad_steps + 1
@@ -343,7 +347,8 @@ class Trainer:
             saved = checkpoint_step(target)
             assert saved is not None, "a checkpoint is named by its step"
             first = max(number - train.rewind_batches, saved) + 1
-            self._retry(partial(run_on_rank0, partial(remove_checkpoints_after, self._directory.checkpoints, saved)))
+            remove = partial(remove_checkpoints_after, self._directory.checkpoints, saved)
+            self._retry(partial(run_on_rank0, partial(self._while_newest, remove)))
         self._left_out.add(number, first, bad.reason)
         self._retry(self._left_out.save)
         self._record.event(

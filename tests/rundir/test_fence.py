@@ -1,0 +1,78 @@
+"""The fencing token: one attempt at a time may change a run directory, the newest, and no window is left between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from megalaunch.rundir import fence as fences
+from megalaunch.rundir.fence import Fence, Superseded
+from megalaunch.rundir.jsonl import read_lines
+
+
+def claimed(path, restarted=False):
+    fence = Fence(path, restarted)
+    fence.claim()
+    return fence
+
+
+def test_an_attempt_has_the_right_until_a_later_one_claims_it(tmp_path):
+    path = tmp_path / "attempts.jsonl"
+    first = claimed(path)
+    with first.hold():
+        first.check()
+    second = claimed(path)
+    assert [record["attempt"] for record in read_lines(path)] == [first.number, second.number] == [1, 2]
+    name = rf"attempt 2 \(process {os.getpid()} on {socket.gethostname()}\) has .* run: attempt 1 changes nothing"
+    with pytest.raises(Superseded, match=name):
+        first.check()
+    with pytest.raises(Superseded, match=name), first.hold():
+        pytest.fail("the body runs")
+    with second.hold():
+        second.check()
+
+
+def test_an_incomplete_line_of_a_killed_claim_counts_for_nothing(tmp_path):
+    path = tmp_path / "attempts.jsonl"
+    first = claimed(path)
+    with path.open("a") as file:
+        file.write('{"attempt": 7')
+    first.check()
+    assert claimed(path).number == 2
+
+
+def test_an_attempt_that_is_not_known_yet_is_refused_nothing(tmp_path):
+    fence = Fence(tmp_path / "attempts.jsonl")
+    with fence.hold():
+        fence.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_that_their_agent_restarts_do_not_take_the_run_back(tmp_path):
+    path = tmp_path / "attempts.jsonl"
+    claimed(path)
+    assert claimed(path, restarted=True).number == 2  # of the same agent, the parent of this process
+    if (child := os.fork()) == 0:
+        claimed(path)  # of another agent: this process
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(Superseded, match="the workers of this agent change nothing more and end"):
+        claimed(path, restarted=True)
+
+
+def test_no_attempt_starts_while_another_publishes(tmp_path, monkeypatch):
+    path = tmp_path / "attempts.jsonl"
+    monkeypatch.setattr(fences, "HELD_SECONDS", 0.1)
+    if (child := os.fork()) == 0:
+        with claimed(path).hold():
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    with pytest.raises(OSError, match=rf"is locked by attempt 1 \(process {child} on .*\): end that process"):
+        claimed(path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert claimed(path).number == 2  # the kernel has released the lock
