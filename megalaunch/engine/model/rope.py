@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import RopeConfig
-from megalaunch.kernels.overridable import overridable
+from megalaunch.kernels.overridable import is_overridden, overridable, target_name
+from megalaunch.kernels.rope import fuses_rope, rope_fused
 from megalaunch.plan.attention_factor import attention_factor
 
 
@@ -59,12 +60,25 @@ def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: 
 def apply_rope(x_BNSD: Tensor, rotation: RopeCache) -> Tensor:
     """Rotate the pairs (i, i + R/2) of each head's first R features by their position's angle."""
     cos, sin, matrix = rotation
+    if matrix is None and fuses_rope(x_BNSD):
+        return rope_fused((x_BNSD,), cos, sin)[0]
     width = cos.shape[-1]
     if width < x_BNSD.shape[-1]:
         return torch.cat((apply_rope(x_BNSD[..., :width], rotation), x_BNSD[..., width:]), dim=-1)
     if matrix is not None:
         return torch.bmm(x_BNSD[:, :, 0], matrix.expand(x_BNSD.shape[0], -1, -1)).unsqueeze(2)
     return apply_function(_ApplyRope, x_BNSD, cos, sin)
+
+
+_APPLY_ROPE = target_name(apply_rope)
+
+
+def apply_rope_to_both(q_BNSD: Tensor, k_BGSD: Tensor, rotation: RopeCache) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys as `apply_rope` does; in one launch where that has a kernel, and is not replaced."""
+    if rotation.matrix is None and fuses_rope(q_BNSD) and not is_overridden(_APPLY_ROPE, q_BNSD):
+        q_BNSD, k_BGSD = rope_fused((q_BNSD, k_BGSD), rotation.cos, rotation.sin)
+        return q_BNSD, k_BGSD
+    return apply_rope(q_BNSD, rotation), apply_rope(k_BGSD, rotation)
 
 
 class _ApplyRope(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_parts.setting import Setting
 from gpu_parts.timing import median_seconds, relative_error
-from megalaunch.engine.model.rope import RopeCache, apply_rope
+from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
 from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
@@ -157,7 +157,7 @@ def _rope(at: _Inputs) -> Kernel:
 
     forms: dict[str, Form] = {
         "reference": reference,
-        "ours": lambda q, k: [apply_rope(q, cache), apply_rope(k, cache)],
+        "ours": lambda q, k: apply_rope_to_both(q, k, cache),
     }
     if (liger := _liger()) is not None:
         forms["liger"] = lambda q, k: liger.liger_rope(q, k, cache.cos[None], cache.sin[None])

@@ -1,7 +1,9 @@
 """Rotary position embedding: its backward pass, and the form for one new token."""
 
+import pytest
 import torch
 
+from megalaunch.engine.model import rope as rope_module
 from megalaunch.engine.model.config import RopeConfig
 from megalaunch.engine.model.rope import RopeCache, apply_rope, rope_cos_sin
 
@@ -24,3 +26,22 @@ def test_the_matrix_of_one_new_token_rotates_alike():
             rotation = rope_cos_sin(positions, rope, x.dtype)
             assert rotation.matrix is not None
             torch.testing.assert_close(apply_rope(x, rotation), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_queries_and_keys_are_rotated_in_one_launch_unless_a_package_replaces_apply_rope(monkeypatch, replaced):
+    launches = []
+
+    def fused(heads, cos, sin):
+        launches.append(len(heads))
+        return tuple(x.clone() for x in heads)
+
+    monkeypatch.setattr(rope_module, "fuses_rope", lambda x: True)
+    monkeypatch.setattr(rope_module, "rope_fused", fused)
+    monkeypatch.setattr(
+        rope_module, "is_overridden", lambda name, x: replaced and name == "engine.model.rope.apply_rope"
+    )
+    table = torch.ones(3, 8)
+    rotated = rope_module.apply_rope_to_both(torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), RopeCache(table, table))
+    assert [x.shape[1] for x in rotated] == [4, 2]
+    assert launches == ([1, 1] if replaced else [2])

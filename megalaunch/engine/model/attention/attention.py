@@ -16,7 +16,7 @@ from megalaunch.engine.model.attention.score_mod import AttentionFn, ScoreMod
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
 from megalaunch.engine.model.layers import Norm, SavePolicy, ShardedRMSNorm, save_activations
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.model.rope import RopeCache, apply_rope
+from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
 from megalaunch.kernels.overridable import overridable
@@ -112,8 +112,9 @@ class Attention(SelfAttention):
             seeds_BN: Dropout seeds of this rank's heads; None: no attention weight is dropped.
         """
         queries, keys, values = self.tp_region.column_parallel_linear(x_BSH, self.q_proj, self.k_proj, self.v_proj)
-        q_BNSD = self._apply_rope(self._normed(queries, self.q_norm), rotation)
-        k_BGTD = self._apply_rope(self._normed(keys, self.k_norm), rotation)
+        q_BNSD, k_BGTD = self._normed(queries, self.q_norm), self._normed(keys, self.k_norm)
+        if rotation is not None:
+            q_BNSD, k_BGTD = apply_rope_to_both(q_BNSD, k_BGTD, rotation)
         v_BGTD = self._heads(values)
         if layer_cache is not None:
             k_BGTD, v_BGTD = layer_cache.update(k_BGTD, v_BGTD)
@@ -126,9 +127,6 @@ class Attention(SelfAttention):
             return self._heads(norm(projected))
         heads = self._heads(projected)
         return heads if norm is None else norm(heads)
-
-    def _apply_rope(self, heads: Tensor, rotation: RopeCache | None) -> Tensor:
-        return heads if rotation is None else apply_rope(heads, rotation)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.config.head_dim).transpose(1, 2)
