@@ -36,11 +36,7 @@ def event_message(event: Record) -> str | None:
                 f"warning: the gradient norm of step {event.get('step')} is exactly 0: no parameter is updated{after}"
             )
         case "skipped_step":
-            norm, scale = event.get("grad_norm"), event.get("loss_scale")
-            if isinstance(norm, (int, float)):
-                return f"step {event.get('step')} skipped: its gradient norm {norm:g} exceeds skip_step_grad_norm"
-            at = f" at loss scale {scale:g}" if isinstance(scale, (int, float)) else ""
-            return f"step {event.get('step')} skipped: its gradients overflow fp16{at}"
+            return _skipped(event)
         case "bad_step":
             return _bad_step(event)
         case "expert_collapse":
@@ -115,6 +111,14 @@ def _slow_ranks(event: Record) -> str:
     else:
         what = f"compute{several} at {part} of the usual speed: look at clock, temperature and other processes there"
     return f"warning: {shown} {what} (3 checks in a row up to step {event.get('step')})"
+
+
+def _skipped(event: Record) -> str:
+    norm, scale = event.get("grad_norm"), event.get("loss_scale")
+    if isinstance(norm, (int, float)):
+        return f"step {event.get('step')} skipped: its gradient norm {norm:g} exceeds skip_step_grad_norm"
+    at = f" at loss scale {scale:g}" if isinstance(scale, (int, float)) else ""
+    return f"step {event.get('step')} skipped: its gradients overflow fp16{at}"
 
 
 def _slow_network(event: Record) -> str | None:
