@@ -48,19 +48,25 @@ class HangDetector:
     def limit(self, ranks: RankMonitor) -> float:
         """Return the seconds without progress that the current phase may take.
 
-        While ranks start: the larger of start_timeout and hang_timeout. Within steps, or with a stopped rank:
-        step_timeout if given, else max(STEP_SECONDS, STEP_MEDIANS x median step time), at most hang_timeout. In all
-        other cases hang_timeout: outside of steps, before enough step times are known, while a debugger holds a rank,
-        and with train.compile, since a new shape may compile the layers again.
+        With a stopped rank, and within steps: step_timeout if given, else max(STEP_SECONDS, STEP_MEDIANS x median step
+        time), at most hang_timeout. While ranks start: the larger of start_timeout and hang_timeout. In all other cases
+        hang_timeout: outside of steps, before enough step times are known, while a debugger holds a rank, and with
+        train.compile, since a new shape may compile the layers again. A stopped rank does not compile or start: its
+        limit does not wait for step times.
         """
-        if ranks.are_starting:
-            return max(self._launcher.start_timeout, self._launcher.hang_timeout)
-        alive = ranks.alive
-        in_a_step = all(rank.progress.phase == STEPPING for rank in alive) or any(rank.is_stopped for rank in alive)
-        if not in_a_step or any(rank.is_traced for rank in alive):
-            return self._launcher.hang_timeout
+        hang_timeout, alive = self._launcher.hang_timeout, ranks.alive
+        if any(rank.is_traced for rank in alive):
+            return max(self._launcher.start_timeout, hang_timeout) if ranks.are_starting else hang_timeout
+        is_stopped = any(rank.is_stopped for rank in alive)
+        if not is_stopped:
+            if ranks.are_starting:
+                return max(self._launcher.start_timeout, hang_timeout)
+            if not all(rank.progress.phase == STEPPING for rank in alive):
+                return hang_timeout
         if self._launcher.step_timeout is not None:
-            return min(self._launcher.hang_timeout, self._launcher.step_timeout)
-        if self._compiled or len(self._seconds_per_step) < _KNOWN_SAMPLES:
-            return self._launcher.hang_timeout
-        return min(self._launcher.hang_timeout, max(STEP_SECONDS, STEP_MEDIANS * median(self._seconds_per_step)))
+            return min(hang_timeout, self._launcher.step_timeout)
+        are_known = len(self._seconds_per_step) >= _KNOWN_SAMPLES and not self._compiled
+        if not are_known and not is_stopped:
+            return hang_timeout
+        usual = median(self._seconds_per_step) if are_known else 0.0
+        return min(hang_timeout, max(STEP_SECONDS, STEP_MEDIANS * usual))

@@ -80,12 +80,19 @@ def test_a_start_has_a_longer_limit_of_its_own():
 
 
 def test_a_stopped_process_has_the_limit_of_a_step_whatever_it_did(monkeypatch):
-    clock = clock_after(0.05)
+    """Also before the length of steps is known, while ranks start, and with a compiler."""
+    clock, slow = clock_after(0.05), clock_after(4.0)
     monkeypatch.setattr(ranks_module, "is_stopped", lambda process: process.pid == 101)
     monkeypatch.setattr(ranks_module, "is_traced", lambda process: False)
     assert clock.limit(ranks_at(20, phase="validating")) == 15
+    assert slow.limit(ranks_at(20, phase="validating")) == pytest.approx(40)
+    assert clock_after(0.05, steps=0).limit(ranks_at(1)) == 15
+    assert clock_after(0.05, steps=0).limit(ranks_at(0, phase="joining")) == 15
+    assert clock_after(4.0, train__compile=True).limit(ranks_at(20)) == 15
+    assert clock_after(4.0, launcher__step_timeout=5.0).limit(ranks_at(0, phase="joining")) == 5
     monkeypatch.setattr(ranks_module, "is_traced", lambda process: process.pid == 101)
     assert clock.limit(ranks_at(20)) == 600  # somebody debugs it
+    assert clock.limit(ranks_at(0, phase="joining")) == 1800
 
 
 def test_time_in_which_the_launcher_did_not_run_is_no_silence():
