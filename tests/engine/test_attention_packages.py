@@ -14,6 +14,7 @@ from token_files import small_tokenizer, write_tokens
 
 from megalaunch.engine import run_rank, train_rank
 from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.rundir.fence import Fence
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
@@ -54,7 +55,7 @@ def _losses(spec: RunSpec, root) -> list[float]:
             dist.barrier,
         )  # the ranks have met already
         progress = ProgressWriter(directory.progress(rank), rank, 0)
-        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_rank.train)
+        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_rank.train, Fence(directory.attempts))
 
     run_ranks(2, body)
     outcome = read_outcome(RunDirectory(root).outcome)
