@@ -20,6 +20,8 @@ from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
+READ_ONLY = pytest.param("read_only", marks=pytest.mark.release)
+"""To those who write it is like a file system that is full, or not there: two cases of half a minute each."""
 NOTHING_BETWEEN = ("train.validation_interval=0", "checkpoint.interval=0")
 SECONDS = 10  # of a fault
 
@@ -79,7 +81,7 @@ def assert_delayed(directory: RunDirectory, out: str, undisturbed: RunDirectory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["full", "read_only", "unmounted"])
+@pytest.mark.parametrize("fault", ["full", READ_ONLY, "unmounted"])
 def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, fault):
     """It fails for longer than the limit of a hang, while metrics are written."""
     faults = {"full": lambda: full(small_disk), "unmounted": lambda: unmounted(small_disk)}
@@ -137,7 +139,7 @@ def test_a_checkpoint_that_finds_no_space_is_written_again(tmp_path, small_disk,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["full", "read_only"])
+@pytest.mark.parametrize("fault", ["full", READ_ONLY])
 def test_the_deadline_ends_the_run_and_it_resumes(tmp_path, small_disk, fault):
     """The ranks end together on the line that could not be written; if no worker can say it, the launcher does."""
     directory = RunDirectory(small_disk / "run")
