@@ -137,9 +137,9 @@ def _steps(
     last_of_round = min(spec.parallel.outer_steps or 1, spec.train.steps)  # with an outer step, if there are any
 
     def run(microbatches: int) -> _StepResult:
+        gc.collect(0)  # frees the previous step and its tensors: no collection ran since they were made
         step = make_observed_step(spec, mesh, model, optimizer, phases, activations)
         batch = make_batch(spec, mesh, microbatches)
-        gc.collect()  # frees the previous pipeline schedule and the tensors that it holds
         owners.label(memory)
         collectives.clear()
         memory.begin()
