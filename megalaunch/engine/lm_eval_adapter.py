@@ -232,7 +232,7 @@ def task_scores(
         ValueError: A task is unknown, or requires an unsupported generation setting.
         OSError: The data of a task is missing.
     """
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    manager = index_tasks(tasks, include_path)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(
@@ -248,6 +248,19 @@ def task_scores(
         log_samples=False,
     )
     return read_scores(found)
+
+
+def index_tasks(tasks: Sequence[str], include_path: Path | None) -> TaskManager:
+    """Return an index that holds the tasks, if they exist.
+
+    lm-eval's own tasks are thousands of files, which take seconds to read: they are left out if `include_path` has all
+    the tasks. A group or tag may name tasks of lm-eval, so that it needs them.
+    """
+    if include_path is not None:
+        included = TaskManager(include_path=str(include_path), include_defaults=False)
+        if set(tasks) <= set(included.all_subtasks):
+            return included
+    return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
 def read_scores(found: Mapping[str, Any]) -> list[TaskScore]:

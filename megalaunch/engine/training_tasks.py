@@ -24,7 +24,7 @@ from megalaunch.engine.checkpoint.coordination import run_on_rank0
 from megalaunch.engine.inference.chat_template import stop_token_ids
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.load_model import ModelSource
-from megalaunch.engine.lm_eval_adapter import LMEvalModel, TaskScore, read_scores
+from megalaunch.engine.lm_eval_adapter import LMEvalModel, TaskScore, index_tasks, read_scores
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.platform.registry import platform_of
@@ -85,9 +85,8 @@ class TrainingModelTasks:
 
     @cached_property
     def _task_manager(self) -> TaskManager:
-        """lm-eval's index of tasks: it reads thousands of files, which takes seconds."""
         folder = self._settings.include_path
-        return TaskManager(include_path=None if folder is None else str(Path(folder).expanduser()))
+        return index_tasks(self._settings.names, None if folder is None else Path(folder).expanduser())
 
     def _load_problem(self) -> RankError | None:
         """Load the tasks and their data; return the error, if any."""

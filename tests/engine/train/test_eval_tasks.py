@@ -83,6 +83,13 @@ def test_the_scores_are_those_of_the_checkpoint_and_training_stays_the_same(spec
     assert task_scores(found[0]) != task_scores(found[1])
 
 
+def test_of_tasks_in_a_folder_only_the_folder_is_read(spec):
+    """lm-eval's own tasks are thousands of files; a name that the folder lacks needs them, as the next test shows."""
+    from megalaunch.engine.lm_eval_adapter import index_tasks
+
+    assert index_tasks(TASKS, Path(spec.train.eval_tasks.include_path)).all_tasks == sorted(TASKS)
+
+
 def test_an_unknown_task_ends_the_run_before_its_first_step(spec, tmp_path):
     end = run_loop(with_values(spec, {"train.eval_tasks.names": ("no_such_task",)}), tmp_path, timeout=300)
     assert (end.exit_code, end.step) == (ExitCode.CONFIGURATION, 0)
