@@ -61,6 +61,7 @@ def test_both_ways_in_a_part_of_the_models_size(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release  # tests/engine/checkpoint/test_expert_weights.py proves that an export reads one expert at a time
 def test_experts_both_ways_one_at_a_time(tmp_path):
     """A projection of all experts of a layer has 268 MB, of one expert 8 MB."""
     _, small = peaks_of_both_ways(tmp_path / "small", experts=4, **SMALL)

@@ -29,7 +29,8 @@ def test_sixteen_devices_get_sixteen_workers(tmp_path):
     assert launch["workers"] == 16
 
 
-@pytest.mark.slow  # test_train_in_allocation.py has two nodes of fewer workers
+@pytest.mark.slow
+@pytest.mark.release  # test_train_in_allocation.py has two nodes of fewer workers
 def test_two_nodes_of_an_allocation_get_eight_workers_each(tmp_path):
     port = free_ports()
     nodes = [
@@ -46,7 +47,8 @@ def test_two_nodes_of_an_allocation_get_eight_workers_each(tmp_path):
     assert not directory.rendezvous.exists()
 
 
-@pytest.mark.slow  # test_train_by_hand.py proves pasted lines with real workers
+@pytest.mark.slow
+@pytest.mark.release  # test_train_by_hand.py proves pasted lines with real workers
 def test_the_lines_to_paste_start_it_on_two_machines(tmp_path):
     prepared = on_h100(8, tmp_path, *HEADLINE, "cluster.nodes=2", "train.exit_at_step=2", "--prepare-only")
     assert prepared.returncode == 0, prepared.stdout + prepared.stderr

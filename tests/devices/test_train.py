@@ -38,7 +38,7 @@ def _train(folder: Path, name: str, *more: str) -> None:
 @pytest.mark.slow
 def test_the_quickstart_trains_as_on_one_cpu(tmp_path):
     make_corpus(tmp_path / "corpus")
-    _train(tmp_path, "device", "platform=txda", "parallel=tp2pp2dp2")
+    _train(tmp_path, "device", "platform=txda", "parallel=tp2pp2")
     _train(tmp_path, "cpu", "platform=cpu", "parallel=dp1")
     numbers = [list(read_lines(RunDirectory(tmp_path / name).metrics)) for name in ("device", "cpu")]
     assert {line["step"] for line in numbers[0]} == {*range(1, STEPS + 1)}  # a validation has a line of its own

@@ -196,7 +196,7 @@ def command(folder, device: str, *overrides: str) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [DEVICES[0], pytest.param("cpu", marks=[pytest.mark.slow, pytest.mark.release])])
 def test_a_deterministic_run_and_one_that_was_resumed_are_equal_to_the_bit(device, tmp_path):
     chosen = ("train.steps=6", "train.deterministic=true", "batch.global_batch_size=4")
     once = command(tmp_path / "once", device, *chosen)

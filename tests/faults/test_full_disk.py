@@ -20,8 +20,8 @@ from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
-READ_ONLY = pytest.param("read_only", marks=pytest.mark.release)
-"""To those who write it is like a file system that is full, or not there: two cases of half a minute each."""
+READ_ONLY, FULL = (pytest.param(fault, marks=pytest.mark.release) for fault in ("read_only", "full"))
+"""To those who write, one is like the other, and like a file system that is not there: half a minute each."""
 NOTHING_BETWEEN = ("train.validation_interval=0", "checkpoint.interval=0")
 SECONDS = 10  # of a fault
 
@@ -81,7 +81,7 @@ def assert_delayed(directory: RunDirectory, out: str, undisturbed: RunDirectory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["full", READ_ONLY, "unmounted"])
+@pytest.mark.parametrize("fault", [FULL, READ_ONLY, "unmounted"])
 def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, fault):
     """It fails for longer than the limit of a hang, while metrics are written."""
     faults = {"full": lambda: full(small_disk), "unmounted": lambda: unmounted(small_disk)}
@@ -115,7 +115,7 @@ def nearly_full(disk: Path, free: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.release), True])
 def test_a_checkpoint_that_finds_no_space_is_written_again(tmp_path, small_disk, is_async):
     directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
     overrides = (

@@ -174,7 +174,8 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [pytest.param("false", marks=pytest.mark.release), "true"])
+@pytest.mark.release  # test_full_disk.py has the same end, and a checkpoint that waits for space
+@pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     directory = RunDirectory(small_disk / "run")
     overrides = (f"train.steps={STEPS}", f"checkpoint.async_save={beside}")

@@ -1,20 +1,36 @@
-"""Cases of a parametrized test: a few run every time, all of them under `scripts/test --all`."""
+"""Cases of a parametrized test: a few run every time, more under `scripts/test --all`, all of them before a release."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 
-def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return the cases in order, each marked slow that is not among `quick`."""
+def slow_but(cases: Iterable[Any], *quick: Any, every: Iterable[Any] | None = None) -> list[Any]:
+    """Return the cases in order, each marked slow that is not among `quick`.
+
+    With `every`, those that are neither among `quick` nor `every` run only before a release.
+    """
     listed = list(cases)
-    unknown = [case for case in quick if case not in listed]
+    daily = listed if every is None else list(every)
+    unknown = [case for case in (*quick, *daily) if case not in listed]
     assert not unknown, f"no such cases: {unknown}"
-    return [case if case in quick else _slow(case) for case in listed]
+    return [case if case in quick else _marked(case, is_released=case not in daily) for case in listed]
 
 
-def _slow(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+def covering(cases: Iterable[Any], traits: Callable[[Any], set[Any]]) -> list[Any]:
+    """Return cases that between them have every trait that any case has; those with the most traits come first."""
+    seen: set[Any] = set()
+    chosen = []
+    for case in sorted(cases, key=lambda case: -len(traits(case))):
+        if not traits(case) <= seen:
+            chosen.append(case)
+            seen |= traits(case)
+    return chosen
+
+
+def _marked(case: Any, is_released: bool) -> Any:
+    marks = [pytest.mark.slow, *([pytest.mark.release] if is_released else [])]
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from made_specs import resolved
-from slow_cases import slow_but
+from slow_cases import covering, slow_but
 
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory.rank import (
@@ -254,7 +254,14 @@ QUICK = {
 }.values()  # one of each moment
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK, BUSIEST), ids=lambda case: case.name)
+def _traits(case: Case) -> set[object]:
+    return {case.layout, case.moment, case.shape, (case.platform, case.precision), *case.overrides}
+
+
+CASES_OF_ALL = slow_but(CASES, *QUICK, BUSIEST, every=covering(CASES, _traits))
+
+
+@pytest.mark.parametrize("case", CASES_OF_ALL, ids=lambda case: case.name)
 def test_the_peak_of_a_step(case):
     measured, predicted = deep_plan(case.spec, case.rank), _predicted(case)
     table = f"\nmeasured in {measured.phase}: {measured.kinds}\npredicted {predicted.phase}: {predicted.kinds}"
