@@ -26,6 +26,7 @@ from megalaunch.launch.trackers.process import trackers
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
+from megalaunch.rundir.fence import Fence, Superseded
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -34,7 +35,11 @@ from megalaunch.schema import RunSpec
 
 
 class NodeAgent:
-    """The agent of this node. Its output goes to this process's."""
+    """The agent of this node. Its output goes to this process's.
+
+    Attributes:
+        pid: of the agent's process; None before it was started.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class NodeAgent:
         restarts = 0 if ATTEMPT_VARIABLE in os.environ else None
         commands = node_commands(spec, directory.spec, worker_module, restarts, first_node=first_node)
         self.command = commands[place.rank]
+        self.pid: int | None = None
 
     def run(self, stop: StopSignals, poll: Callable[[], None]) -> int:
         """Run the agent until it ends; return its exit code, negative for a signal.
@@ -62,6 +68,7 @@ class NodeAgent:
         environment = agent_environment(os.environ, None, workers, self._cores)
         stop.watching = True
         agent = Agent(self.command, environment, None)
+        self.pid = agent.process.pid
         deadline: float | None = None
         try:
             while (code := agent.poll()) is None:
@@ -102,7 +109,8 @@ def run_first_node(
         RunDirectoryError: the run directory cannot be written.
     """
     directory, began = launch.directory, time.time()
-    view = write_run(launch, agent.command)
+    view, fence = write_run(launch, agent.command), Fence(directory.attempts)
+    fence.follow()
     announcement.run_is_ready()
     display = open_display(view)
     storage = StorageMonitor(directory, launch.spec.run.storage_timeout)
@@ -122,7 +130,8 @@ def run_first_node(
             display.close()
     outcome = read_outcome(directory.outcome)
     if outcome is None:
-        return LaunchResult(_conclude(launch, stop, code, view.step, began))
+        concluded = _conclude(launch, stop, code, view.step, began)
+        return LaunchResult(_record_outcome(directory, concluded, fence, agent.pid))
     return LaunchResult(replace(outcome, step=max(outcome.step, view.step)))  # an agent does not know the step
 
 
@@ -138,7 +147,7 @@ def run_other_node(directory: RunDirectory, agent: NodeAgent, stop: StopSignals)
 
 
 def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, began: float) -> Outcome:
-    """Write the outcome of a launch whose workers wrote none: it was stopped early, or a worker or an agent crashed."""
+    """Return the outcome of a launch whose workers wrote none: it was stopped early, or a worker or agent crashed."""
     directory, details = launch.directory, dict[str, Any]()
     if stop.count:
         exit_code = stop.exit_code
@@ -153,8 +162,17 @@ def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, began: fl
         if failure.rank is not None:
             node = failure.rank // int(launch.spec.cluster.devices_per_node)
             details = {"node": node, "rank": failure.rank, "phase": failure.phase}
-    outcome = Outcome(int(exit_code), reason, step, details)
-    with contextlib.suppress(OSError):  # a full disk: the exit code and the report still show the outcome
-        write_outcome(directory.outcome, outcome)
-        record_event(directory, "outcome", exit_code=outcome.exit_code, reason=reason)
+    return Outcome(int(exit_code), reason, step, details)
+
+
+def _record_outcome(directory: RunDirectory, outcome: Outcome, fence: Fence, agent: int | None) -> Outcome:
+    """Write an outcome, unless workers of another agent have taken over the run: their launcher writes theirs."""
+    try:
+        with contextlib.suppress(OSError):  # a full disk: the exit code and the report still show the outcome
+            fence.follow(agent)
+            with fence.hold():
+                write_outcome(directory.outcome, outcome)
+                record_event(directory, "outcome", exit_code=outcome.exit_code, reason=outcome.reason)
+    except Superseded as superseded:
+        return replace(outcome, exit_code=int(ExitCode.PREEMPTED), reason=str(superseded))
     return outcome

@@ -68,6 +68,16 @@ class Fence:
             append_line(self._path, {**record, "time": time.time()})
             sync_file(self._path)
 
+    def follow(self, agent: int | None = None) -> None:
+        """Take the number of the newest attempt, for the launcher of its workers.
+
+        Args:
+            agent: the process of an agent on this machine: the number changes only if it is this agent's; None: always.
+        """
+        newest = self._newest()
+        if agent is None or (newest.get("host"), newest.get("agent")) == (socket.gethostname(), agent):
+            self.number = int(newest.get("attempt", 0))
+
     def check(self) -> None:
         """Raise Superseded if a later attempt has started."""
         if self.number is None:

@@ -1,0 +1,68 @@
+"""The launcher of node 0 after its agent has ended without an outcome of the workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from launching import run_of, tiny_spec
+
+from megalaunch.launch.local import Launch
+from megalaunch.launch.lock import RunLock
+from megalaunch.launch.node import run_first_node
+from megalaunch.launch.run_state import ThroughputBasis
+from megalaunch.launch.stop import StopSignals
+from megalaunch.rundir.jsonl import append_line
+from megalaunch.rundir.outcome import ExitCode, read_outcome
+
+
+class CrashedAgent:
+    """An agent that has ended with code 1; `attempts` claims of (host, agent) come in its time."""
+
+    command = ("agent",)
+    pid = 12
+
+    def __init__(self, path, attempts):
+        self.path, self.attempts = path, attempts
+
+    def run(self, stop, poll):
+        for number, (host, agent) in enumerate(self.attempts, 2):
+            append_line(self.path, {"attempt": number, "host": host, "pid": 99, "agent": agent})
+        return 1
+
+
+class Unannounced:
+    def run_is_ready(self):
+        pass
+
+
+def crash(folder, *attempts):
+    """Let the agent crash in a run whose first attempt another machine made earlier."""
+    directory = run_of(folder)
+    directory.root.mkdir()
+    append_line(directory.attempts, {"attempt": 1, "host": "before", "pid": 1, "agent": 1})
+    launch = Launch(tiny_spec(), directory, RunLock(directory.lock), (), ThroughputBasis(10**9, 2, 1e12), 1)
+    with StopSignals() as stop:
+        agent = CrashedAgent(directory.attempts, attempts)
+        result = run_first_node(launch, agent, Unannounced(), stop, lambda view: None)
+    return result.outcome, read_outcome(directory.outcome)
+
+
+HERE = (socket.gethostname(), CrashedAgent.pid)
+
+
+@pytest.mark.parametrize("attempts", [(), (HERE,), (HERE, HERE)])
+def test_the_launcher_writes_the_outcome_of_its_own_attempts(tmp_path, attempts):
+    outcome, written = crash(tmp_path, *attempts)
+    assert outcome.exit_code == ExitCode.CRASH
+    assert written == outcome
+
+
+@pytest.mark.parametrize("other", [("elsewhere", CrashedAgent.pid), (HERE[0], os.getpid())])
+def test_a_launcher_whose_attempt_is_superseded_writes_no_outcome(tmp_path, other):
+    outcome, written = crash(tmp_path, HERE, other)
+    assert written is None
+    assert outcome.exit_code == ExitCode.PREEMPTED
+    assert "attempt 3 (process 99 on " in outcome.reason
+    assert " has taken over the run: " in outcome.reason
