@@ -85,7 +85,8 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise DataError("reading it needs the package fsspec", file=url, fix="pip install fsspec brings it.") from None
+        fix = "pip install 'megalaunch[data]' brings it."
+        raise DataError("reading it needs the package fsspec", file=url, fix=fix) from None
     try:
         system, path = url_to_fs(url)
     except ImportError:

@@ -36,6 +36,18 @@ def test_help_names_every_option():
     assert "--on-bad-record" in done.stdout
 
 
+def test_a_url_as_output_is_refused(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "in.jsonl", sentences(3))
+    where = ["--output-prefix", "s3://key:secret@bucket/x"]
+    done = subprocess.run(
+        command("in.jsonl", "--tokenizer", tokenizer, *where), cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "token files are not written to s3:// URLs. Give a path " in done.stderr
+    assert "secret" not in done.stderr
+    assert not (tmp_path / "s3:").exists()
+
+
 def test_jsonl_by_the_usual_command(tmp_path, tokenizer):
     pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     path = write_jsonl(tmp_path / "in.jsonl", sentences(30))

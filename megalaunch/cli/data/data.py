@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from megalaunch.cli.data.cache import cache
+from megalaunch.cli.data.output_prefix import local_prefix
 from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.output.progress import percent_progress
 from megalaunch.cli.usage_errors import ParametersCommand
@@ -91,7 +92,12 @@ def verify(
 @app.command(cls=ParametersCommand)
 def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes in order, or folders (sorted by name).")],
-    output_prefix: Annotated[Path, typer.Option(help="Path of the files to write, without .bin and .idx.")],
+    output_prefix: Annotated[
+        Path,
+        typer.Option(
+            parser=local_prefix, metavar="OUTPUT_PREFIX", help="Path of the files to write, without .bin and .idx."
+        ),
+    ],
 ) -> None:
     """Merge token files into one: the same bytes as preprocessing all their texts at once."""
     with _data_errors():
@@ -104,7 +110,10 @@ def merge(
 @app.command(cls=ParametersCommand)
 def split(
     prefix: Prefix,
-    output_prefix: Annotated[Path, typer.Option(help="Writes OUTPUT_PREFIX_0, OUTPUT_PREFIX_1...")],
+    output_prefix: Annotated[
+        Path,
+        typer.Option(parser=local_prefix, metavar="OUTPUT_PREFIX", help="Writes OUTPUT_PREFIX_0, OUTPUT_PREFIX_1..."),
+    ],
     shares: Annotated[str | None, typer.Option(help="Relative sizes of the parts, e.g. 99,1.")] = None,
     parts: Annotated[int | None, typer.Option(min=1, help="Number of equal parts.")] = None,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megalaunch.cli.data.output_prefix import local_prefix
 from megalaunch.cli.data.preprocess_output import errors_shown, note, summary
 from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
@@ -82,6 +83,12 @@ Engine = Annotated[EngineChoice, typer.Option(help="Encoder; auto: gigatoken if 
 SplitSentences = Annotated[
     bool, typer.Option("--split-sentences", help="Write one sequence per sentence; the files end in _sentence.")
 ]
+OutputPrefix = Annotated[
+    Path,
+    typer.Option(
+        parser=local_prefix, metavar="OUTPUT_PREFIX", help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx."
+    ),
+]
 Shards = Annotated[
     int | None, typer.Option(min=1, help="Divide the inputs into this many tasks, and merge their parts.")
 ]
@@ -99,7 +106,7 @@ preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, r
 def run(
     context: typer.Context,
     inputs: Inputs,
-    output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
+    output_prefix: OutputPrefix,
     tokenizer: TokenizerFile,
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
     tiktoken_pattern: Annotated[str, typer.Option(help="Pattern of Megatron's JSON tiktoken ranks: v1 or v2.")] = "v2",

@@ -4,12 +4,14 @@ import bz2
 import gzip
 import json
 import sys
+import tomllib
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 from file_server import FileServer
+from paths import ROOT
 from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data import remote_store
@@ -190,6 +192,14 @@ def test_a_missing_file_of_a_server(tmp_path, settings, server):
     with pytest.raises(DataError, match="there is no such file or folder"):
         run([f"{server.address}/none.jsonl"], tmp_path / "p", settings)
     assert server.requests < 4  # not tried again
+
+
+def test_fsspec_is_named_with_its_extra(tmp_path, settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(DataError, match=r"needs the package fsspec\. pip install 'megalaunch\[data\]' brings it"):
+        run(["s3://b/x.jsonl"], tmp_path / "p", settings)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(requirement.startswith("fsspec") for requirement in extras["data"])
 
 
 @pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
