@@ -79,12 +79,12 @@ def sweep(
         retry_failed,
     )
     if dry_run:
-        _show_points(request, as_json)
+        _show_points(request, as_json, detach)
     else:
         _run(request, as_json, trial, detach)
 
 
-def _show_points(request: Request, as_json: bool) -> None:
+def _show_points(request: Request, as_json: bool, detach: bool) -> None:
     from megalaunch.runs.sweep.plan import plan_sweep
     from megalaunch.runs.sweep.report import dry_run_json, dry_run_text
 
@@ -96,7 +96,7 @@ def _show_points(request: Request, as_json: bool) -> None:
         from megalaunch.runs.sweep.task_set import trial_tasks
         from megalaunch.runs.task_set import print_task_manifest
 
-        print_task_manifest(trial_tasks(planned))
+        print_task_manifest(trial_tasks(planned), detach)
 
 
 def _run(request: Request, as_json: bool, trial: int | None, detach: bool) -> NoReturn:

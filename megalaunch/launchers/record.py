@@ -24,7 +24,7 @@ class JobRecord:
         output: the file with the output of the job's commands.
         options: of the scheduler's client, such as the name of the cluster that has the job.
         tasks: number of independent tasks; 0: the job is one command on its nodes.
-        final: the job that runs after all tasks.
+        final: the job that runs the final command after all tasks: `id` if the last of them does; 0: no job does.
     """
 
     launcher: str

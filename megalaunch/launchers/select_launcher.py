@@ -32,8 +32,11 @@ def select_launcher(name: str) -> Launcher:
     raise LauncherError(f"there is no launcher {name!r} for other machines")
 
 
-def select_task_launcher(settings: LauncherSpec) -> TaskRunner | TaskScheduler:
+def select_task_launcher(settings: LauncherSpec, detach: bool = False) -> TaskRunner | TaskScheduler:
     """Return what runs or submits independent tasks for `launcher.name`.
+
+    Args:
+        detach: the tasks should live on without this process; it is attached nevertheless where they cannot.
 
     Raises:
         LauncherError: no launcher has this name, or it has no place for tasks.
@@ -59,8 +62,8 @@ def select_task_launcher(settings: LauncherSpec) -> TaskRunner | TaskScheduler:
         return RayTasks()
     if name == "kubernetes":
         from megalaunch.launchers.kubernetes.manifest import require_image
-        from megalaunch.launchers.kubernetes.tasks import KubernetesTasks
+        from megalaunch.launchers.kubernetes.tasks import DetachedKubernetesTasks, KubernetesTasks
 
         require_image(settings.kubernetes)
-        return KubernetesTasks()
+        return DetachedKubernetesTasks() if detach else KubernetesTasks()
     raise LauncherError(f"there is no launcher {name!r} for independent tasks")

@@ -50,20 +50,20 @@ def check_task_launcher(settings: LauncherSpec, detach: bool) -> TaskRunner | Ta
         detach: its tasks must live on without this process.
     """
     try:
-        launcher = select_task_launcher(settings)
+        launcher = select_task_launcher(settings, detach)
     except LauncherError as error:
         fail(error.text())
     if detach and launcher.attached:
         fail(
             f"launcher={settings.name} ends its tasks when this command ends\n"
-            "fix:  nohup or tmux keep it running; launcher=slurm submits them"
+            "fix:  nohup or tmux keep it running; launcher=slurm and kubernetes submit them"
         )
     return launcher
 
 
-def print_task_manifest(tasks: TaskSet) -> None:
+def print_task_manifest(tasks: TaskSet, detach: bool) -> None:
     """Print exactly what would be submitted or run; end the command on an error."""
-    launcher = check_task_launcher(tasks.settings, detach=False)
+    launcher = check_task_launcher(tasks.settings, detach)
     try:
         typer.echo(launcher.manifest(tasks), nl=False)
     except LauncherError as error:
@@ -92,8 +92,7 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
         fail(error.text())
     except OSError as error:
         fail(f"{tasks.directory} cannot be written ({error.strerror})")
-    array = f"{_counted(record.tasks, progress)} in job {record.id}, then " if record.tasks else ""
-    typer.echo(f"submitted to {record.launcher}: {array}job {record.final}; output in {record.output}")
+    typer.echo(f"submitted to {record.launcher}: {_jobs(record, progress)}; output in {record.output}")
     if detach:
         shown = shlex.quote(str(tasks.directory))
         typer.echo(f"next: megalaunch status {shown}, logs or stop")
@@ -140,6 +139,13 @@ def _show_to_the_end(tasks: TaskSet, record: JobRecord, progress: TaskProgress) 
     if status.exit_code in list(ExitCode) and status.exit_code:
         raise typer.Exit(int(status.exit_code))
     raise typer.Exit(int(ExitCode.PREEMPTED if status.state.startswith("CANCELLED") else ExitCode.CRASH))
+
+
+def _jobs(record: JobRecord, progress: TaskProgress) -> str:
+    array = f"{_counted(record.tasks, progress)} in job {record.id}"
+    if record.final == record.id:
+        return array if record.tasks else f"job {record.id}"
+    return f"{array}, then job {record.final}"
 
 
 def _counted(count: int, progress: TaskProgress) -> str:

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from mini_kubelet import _expanded
 
-from megalaunch.launchers.kubernetes import pod_task
+from megalaunch.launchers.kubernetes import detached_pod, pod_task
 from megalaunch.launchers.kubernetes.manifest import manifest, manifest_text, object_name
-from megalaunch.launchers.kubernetes.tasks import KubernetesTasks
+from megalaunch.launchers.kubernetes.tasks import DetachedKubernetesTasks, KubernetesTasks
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.tasks import TaskSet
 from megalaunch.schema.kubernetes import KubernetesSpec
@@ -172,6 +172,60 @@ def test_the_index_of_a_pod_is_the_number_of_its_task(monkeypatch, index, number
     own = ["preprocess", "--shard", number, "TASK_NUMBER", "it's $HOME.jsonl"]
     assert became == [[sys.executable, "-m", "megalaunch", *own]]
     assert "JOB_COMPLETION_INDEX" not in os.environ  # it would be the rank of a node
+
+
+def run_detached_pod(monkeypatch, tasks, index, code=0):
+    """Run what the pod of an index runs; its task, and the final command if it became that."""
+    ran, became = [], []
+    (job,) = yaml.safe_load_all(DetachedKubernetesTasks().manifest(tasks))
+    words = [_expanded(word, {}) for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+    assert words[:3] == ["python3", "-m", detached_pod.MODULE]
+    monkeypatch.setattr(detached_pod, "_run", lambda words: ran.append(words) or code)
+    monkeypatch.setattr(os, "execv", lambda path, words: became.append(words[3:]))
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+    try:
+        detached_pod.main(words[3:])
+    finally:
+        monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+    return ran, became
+
+
+def detached_tasks(folder, numbers=(0, 2, 5)):
+    tasks = replace(tasks_of(numbers), directory=folder)
+    (job,) = yaml.safe_load_all(DetachedKubernetesTasks().manifest(tasks))
+    (folder / "logs" / f"{job['metadata']['name']}.places").mkdir(parents=True)
+    return tasks, job
+
+
+def test_the_last_detached_pod_runs_the_final_command(monkeypatch, tmp_path):
+    tasks, job = detached_tasks(tmp_path)
+    pytest.importorskip("kubernetes_validate").validate(job, "1.34", strict=True)
+    assert job["spec"]["completions"] == 3
+
+    def own(number):
+        return [["preprocess", "--shard", number, "TASK_NUMBER", "it's $HOME.jsonl"]]
+
+    assert run_detached_pod(monkeypatch, tasks, 2) == (own("5"), [])
+    assert run_detached_pod(monkeypatch, tasks, 0) == (own("0"), [])
+    assert run_detached_pod(monkeypatch, tasks, 2) == (own("5"), [])  # started again, it has its place already
+    assert run_detached_pod(monkeypatch, tasks, 1) == (own("2"), [["preprocess", "a b"]])
+    assert run_detached_pod(monkeypatch, tasks, 1) == (own("2"), [["preprocess", "a b"]])  # killed in the final command
+    assert run_detached_pod(monkeypatch, tasks, 0) == (own("0"), [])
+
+
+@pytest.mark.parametrize(("code", "shown"), [(3, 3), (-9, 137)])
+def test_a_detached_pod_whose_task_has_failed_takes_no_place(monkeypatch, tmp_path, code, shown):
+    tasks, _ = detached_tasks(tmp_path, (4,))
+    with pytest.raises(SystemExit) as ended:
+        run_detached_pod(monkeypatch, tasks, 0, code)
+    assert ended.value.code == shown
+    assert run_detached_pod(monkeypatch, tasks, 0)[1] == [["preprocess", "a b"]]
+
+
+def test_without_tasks_the_only_detached_pod_runs_the_final_command(monkeypatch, tmp_path):
+    tasks, job = detached_tasks(tmp_path, ())
+    assert job["spec"]["completions"] == 1
+    assert run_detached_pod(monkeypatch, tasks, 0) == ([], [["preprocess", "a b"]])
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])

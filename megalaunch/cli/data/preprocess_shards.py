@@ -101,7 +101,7 @@ class Sharded:
             missing = parts.missing()
             tasks = self._tasks(missing, settings)
             if dry_run:
-                print_task_manifest(tasks)
+                print_task_manifest(tasks, detach)
                 return
             if 0 < len(missing) < self._count:
                 typer.echo(f"{self._count - len(missing)} of {self._count} shards are complete already")

@@ -75,7 +75,7 @@ def _progress(figures: RunFigures) -> str:
 
 def _size(record: JobRecord) -> str:
     if record.is_task_set:
-        final = f", then job {record.final}" if record.tasks and record.final else ""
+        final = f", then job {record.final}" if record.tasks and record.final not in (0, record.id) else ""
         return f"{record.tasks} task{'s' if record.tasks != 1 else ''}{final}"
     return f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
 

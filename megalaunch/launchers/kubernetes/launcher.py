@@ -97,12 +97,13 @@ class KubernetesLauncher:
         return []
 
 
-def submit_manifest(job: Job, identity: str, text: str, tasks: int = 0) -> JobRecord:
+def submit_manifest(job: Job, identity: str, text: str, tasks: int = 0, final: bool = False) -> JobRecord:
     """Let the server check a manifest, create its objects and write the record of the job.
 
     Args:
         identity: kind and name of the object that is the job.
         tasks: number of independent tasks; 0: the job is one command on its nodes.
+        final: the object runs the final command of the tasks too.
 
     Raises:
         LauncherError: the cluster refuses it, or does not answer.
@@ -121,7 +122,7 @@ def submit_manifest(job: Job, identity: str, text: str, tasks: int = 0) -> JobRe
         options.append(f"--namespace={created['metadata']['namespace']}")
     now, where, output = time.time(), socket.gethostname(), str(directory.logs / "pod_*.log")
     what = "kubernetes", identity, job.name, job.nodes
-    record = JobRecord(*what, now, where, output, options=tuple(options), tasks=tasks)
+    record = JobRecord(*what, now, where, output, options=tuple(options), tasks=tasks, final=identity if final else 0)
     write_record(directory.job, record)
     return record
 

@@ -10,7 +10,7 @@ NUMBER = "TASK_NUMBER"
 """The word in the arguments that the number replaces."""
 
 MODULE = "megalaunch.launchers.kubernetes.pod_task"
-_INDEX = "JOB_COMPLETION_INDEX"
+INDEX = "JOB_COMPLETION_INDEX"
 
 
 def task_words(numbers: Sequence[int], arguments: Sequence[str]) -> tuple[str, ...]:
@@ -18,12 +18,18 @@ def task_words(numbers: Sequence[int], arguments: Sequence[str]) -> tuple[str, .
     return (",".join(map(str, numbers)), *arguments)
 
 
+def task_arguments(numbers: str, index: int, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `megalaunch` for the task of a pod; `numbers` are those of all pods."""
+    own = list(arguments)
+    own[own.index(NUMBER)] = numbers.split(",")[index]
+    return own
+
+
 def main(words: Sequence[str]) -> None:
     """Become `megalaunch` with the arguments of this pod's task."""
     numbers, *arguments = words
-    index = int(os.environ.pop(_INDEX))  # left there, it would be the rank of a node among those of one run
-    arguments[arguments.index(NUMBER)] = numbers.split(",")[index]
-    os.execv(sys.executable, [sys.executable, "-m", "megalaunch", *arguments])
+    index = int(os.environ.pop(INDEX))  # left there, it would be the rank of a node among those of one run
+    os.execv(sys.executable, [sys.executable, "-m", "megalaunch", *task_arguments(numbers, index, arguments)])
 
 
 if __name__ == "__main__":

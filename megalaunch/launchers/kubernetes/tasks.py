@@ -1,4 +1,8 @@
-"""Independent tasks as the pods of an Indexed Job, which this process creates, follows, and deletes if it is ended."""
+"""Independent tasks as the pods of an Indexed Job.
+
+This process follows the Job, and deletes it if it is ended; or the Job lives on alone, and its last pod runs the final
+command.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
+from megalaunch.fs import make_directory
+from megalaunch.launchers.kubernetes import detached_pod
 from megalaunch.launchers.kubernetes.kubectl import NotFoundError, read_json
 from megalaunch.launchers.kubernetes.launcher import delete_job, next_name, pods_of, submit_manifest
 from megalaunch.launchers.kubernetes.manifest import FINAL_CODES, task_manifest
@@ -20,6 +27,7 @@ from megalaunch.launchers.kubernetes.state import Object, job_state, pod_exit_co
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord
 from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
+from megalaunch.rundir.paths import RunDirectory
 
 _ASK_SECONDS = 2.0
 _SILENT_SECONDS = 600.0  # a cluster that does not answer for so long ends the command
@@ -34,7 +42,7 @@ class KubernetesTasks:
     def manifest(self, tasks: TaskSet) -> str:
         """Return the manifest of the Job, and the final command, which runs here."""
         job = _job(tasks)
-        text = _manifest(job, next_name(job), tasks) if tasks.numbers else ""
+        text = _manifest(job, next_name(job), len(tasks.numbers), MODULE) if tasks.numbers else ""
         return f"{text}# here, after all tasks\n# {shlex.join(['megalaunch', *tasks.final])}\n"
 
     def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
@@ -43,14 +51,35 @@ class KubernetesTasks:
             return None
         job = _job(tasks)
         name = next_name(job)
-        record = submit_manifest(job, f"job/{name}", _manifest(job, name, tasks), len(tasks.numbers))
+        count = len(tasks.numbers)
+        record = submit_manifest(job, f"job/{name}", _manifest(job, name, count, MODULE), count)
         try:
-            note(f"{len(tasks.numbers)} tasks are submitted to Kubernetes as {record.id}")
+            note(f"{count} tasks are submitted to Kubernetes as {record.id}")
             return _Watched(tasks, record, note).failed_task()
         except BaseException:
             delete_job(record)
             _wait_for_pods(record, tasks.settings.stop_grace_period + _END_SECONDS)
             raise
+
+
+class DetachedKubernetesTasks:
+    """Creates a Job that lives on without this process."""
+
+    attached: Literal[False] = False
+
+    def manifest(self, tasks: TaskSet) -> str:
+        """Return the manifest of the Job."""
+        job, name = _detached(tasks)
+        return _manifest(job, name, _pods(tasks), detached_pod.MODULE)
+
+    def submit(self, tasks: TaskSet) -> JobRecord:
+        """Create the Job; without tasks its only pod runs the final command."""
+        job, name = _detached(tasks)
+        make_directory(tasks.directory)
+        make_directory(RunDirectory(tasks.directory).logs)
+        make_directory(_places(tasks, name))
+        text = _manifest(job, name, _pods(tasks), detached_pod.MODULE)
+        return submit_manifest(job, f"job/{name}", text, len(tasks.numbers), final=True)
 
 
 class _Watched:
@@ -134,6 +163,20 @@ def _job(tasks: TaskSet) -> Job:
     return tasks.job(task_words(tasks.numbers, tasks.arguments(NUMBER)))
 
 
-def _manifest(job: Job, name: str, tasks: TaskSet) -> str:
-    found = task_manifest(job, name, len(tasks.numbers), ATTEMPTS, MODULE)
-    return yaml.safe_dump(found, sort_keys=False, width=1000)
+def _detached(tasks: TaskSet) -> tuple[Job, str]:
+    """Return the job of a detached set, and the name of its object."""
+    plain = tasks.job(())
+    name = next_name(plain)
+    return replace(plain, arguments=detached_pod.detached_words(tasks, _places(tasks, name))), name
+
+
+def _places(tasks: TaskSet, name: str) -> Path:
+    return RunDirectory(tasks.directory).logs / f"{name}.places"
+
+
+def _pods(tasks: TaskSet) -> int:
+    return max(1, len(tasks.numbers))
+
+
+def _manifest(job: Job, name: str, pods: int, module: str) -> str:
+    return yaml.safe_dump(task_manifest(job, name, pods, ATTEMPTS, module), sort_keys=False, width=1000)
