@@ -175,7 +175,7 @@ def test_a_bad_record_ends_the_command_with_the_shard_and_how_to_run_it_alone(tm
         (("--shards", 2, "--detach"), 2, "error: launcher=local ends its tasks when this command ends\nfix:  nohup "),
         (("--shards", 2, "launcher=slrum"), 2, "error: launcher  [config.schema]\n  there is no launcher=slrum; did "),
         (("--shards", 2, "launcher=kubernetes"), 2, "error: launcher.kubernetes.image is not set\nfix:  give an image"),
-        (("--shards", 2, *_PODS, "--detach"), 2, "error: launcher=kubernetes ends its tasks when this command ends\n"),
+        (("--shards", 2, "launcher=ray", "--detach"), 2, "error: launcher=ray ends its tasks when this command ends\n"),
         (("--shards", 2, *_PODS, "launcher.kubernetes.volumes=[a]"), 2, "error: launcher.kubernetes.volumes "),
         (
             ("--shards", 2, *_PODS, "launcher.kubernetes.environment=[TOKEN=a]"),
