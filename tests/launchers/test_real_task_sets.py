@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -289,14 +290,70 @@ def test_a_bad_record_in_a_pod_is_the_end_of_the_command(cluster, tmp_path):
     assert "shard 1 of 2 failed (exit code 3); finished shards are kept; the same command continues" in output
 
 
-def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # some CPUs round otherwise with other threads, and Slurm may lend fewer
-    corpus = make_corpus(tmp_path / "corpus")
+def test_detached_pods_write_and_merge_the_shards_alone(cluster, corpus, tmp_path):
+    words, folder = (*preprocess("apart"), *_SHARDS, *_PODS), corpus / "apart_job"
+    code, output = call(corpus, *words, "--detach")
+    job = job_of(folder)
+    shown = (
+        f"submitted to kubernetes: 4 shards in job {job}; output in {folder}/logs/pod_*.log\nnext: megalaunch status "
+    )
+    assert (code, output.startswith(shown)) == (0, True), output
+    assert f"  job      {job} of kubernetes, 4 tasks, submitted " in call(corpus, "status", "apart_job")[1]
+    with running_pods(cluster, job, tmp_path) as kubelet:
+        pid = stop_shard(corpus, "apart", 1)
+        code, output = call(corpus, *words)
+        assert (code, "apart_job has job job/preprocess-apart-" in output) == (2, True), output
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: "  state    COMPLETE (" in call(corpus, "status", "apart_job")[1], 90)
+        assert len(kubelet.started) == 5
+    assert token_bytes(corpus, "apart") == token_bytes(corpus, "alone")
+    logs = call(corpus, "logs", "apart_job")[1]
+    assert [f"shard {number} of 4: 1,000 documents, " in logs for number in range(4)] == [True] * 4
+    assert logs.count("4 shards verified and merged\n4,000 documents, ") == 1
+    assert re.search(rf"^  apart_job +kubernetes +{job} ", call(corpus, "list", ".")[1], re.MULTILINE)
+
+
+def test_detached_pods_that_are_stopped_are_continued_by_the_same_command(cluster, corpus, tmp_path):
+    words = (*preprocess("left"), *_SHARDS, *_PODS)
+    assert call(corpus, *words, "--detach")[0] == 0
+    first = job_of(corpus / "left_job")
+    with running_pods(cluster, first, tmp_path):
+        pid = stop_shard(corpus, "left", 0)
+        wait_until(lambda: len(list((corpus / ".left.shards").glob("*.idx"))) == 3, 60)
+        code, output = call(corpus, "stop", "left_job")
+        assert (code, output) == (0, f"job {first} is deleted; its pods end\n")
+        time.sleep(1)
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: not processes("preprocess --shard", "--output-prefix left "), 30)
+    assert not list(corpus.glob("left_text*"))
+    code, output = call(corpus, *words, "--detach")
+    assert (code, "submitted to kubernetes: 1 shard in job job/preprocess-left-" in output) == (0, True), output
+    with running_pods(cluster, job_of(corpus / "left_job", first), tmp_path):
+        wait_until(lambda: "  state    COMPLETE (" in call(corpus, "status", "left_job")[1], 60)
+    assert token_bytes(corpus, "left") == token_bytes(corpus, "alone")
+
+
+def sweep_of_two(folder):
+    """The words of a sweep of two trials of 40 steps, on a corpus of this folder."""
+    corpus = make_corpus(folder / "corpus")
     length = ("train.steps=40", "schedule.decay_steps=40", "schedule.warmup_steps=1", "checkpoint.interval=5")
     on_cpu = ("platform=cpu", "precision=fp32", "parallel=dp1", "optimizer.lr=1e-3,2e-3")
-    data = (f"data.corpus={corpus}", f"data.cache_directory={tmp_path / 'cache'}")
-    sweep = ("sweep", "recipe=tiny", *data, *on_cpu, *length)
-    code, output = call(tmp_path, *sweep, *slurm, "--name", "there", "--detach")
+    data = (f"data.corpus={corpus}", f"data.cache_directory={folder / 'cache'}")
+    return ("sweep", "recipe=tiny", *data, *on_cpu, *length)
+
+
+def assert_same_trials(folder):
+    """The trials of the sweep `there` have the losses of the same sweep on this machine."""
+    assert call(folder, *sweep_of_two(folder), "--name", "here")[0] == 0
+    for number in (1, 2):
+        there, here = (RunDirectory(folder / f"sweeps/{name}/trial_000{number}") for name in ("there", "here"))
+        assert losses_of(there) == losses_of(here)
+        assert len(losses_of(there)) == 40
+
+
+def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # some CPUs round otherwise with other threads, and Slurm may lend fewer
+    code, output = call(tmp_path, *sweep_of_two(tmp_path), *slurm, "--name", "there", "--detach")
     assert code == 0, output
     killed = RunDirectory(tmp_path / "sweeps/there/trial_0001")
     wait_until(lambda: killed.metrics.exists() and len(steps_of(killed)) > 6, 120)
@@ -308,8 +365,22 @@ def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm,
     assert "2 of 2 trials ranked by validation_loss" in logs
     (resumed,) = events_of(killed, "resumed")
     assert resumed["step"] >= 5
-    assert call(tmp_path, *sweep, "--name", "here")[0] == 0
-    for number in (1, 2):
-        there, here = (RunDirectory(tmp_path / f"sweeps/{name}/trial_000{number}") for name in ("there", "here"))
-        assert losses_of(there) == losses_of(here)
-        assert len(losses_of(there)) == 40
+    assert_same_trials(tmp_path)
+
+
+@pytest.mark.release  # the cases above prove detached pods, and a sweep as tasks
+def test_a_killed_trial_of_a_detached_sweep_in_pods_is_continued_and_the_last_pod_ranks(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code, output = call(tmp_path, *sweep_of_two(tmp_path), *_PODS, "--name", "there", "--detach")
+    assert (code, "submitted to kubernetes: 2 trials in job job/sweep-there-" in output) == (0, True), output
+    killed = RunDirectory(tmp_path / "sweeps/there/trial_0001")
+    with running_pods(cluster, job_of(tmp_path / "sweeps/there"), tmp_path) as kubelet:
+        wait_until(lambda: killed.metrics.exists() and len(steps_of(killed)) > 6, 120)
+        kubelet.kill(0)
+        wait_until(lambda: "  state    COMPLETE (" in call(tmp_path, "status", "sweeps/there")[1], 120)
+        assert len(kubelet.started) == 3
+    logs = call(tmp_path, "logs", "sweeps/there")[1]
+    assert logs.count("2 of 2 trials ranked by validation_loss") == 1
+    (resumed,) = events_of(killed, "resumed")
+    assert resumed["step"] >= 5
+    assert_same_trials(tmp_path)
