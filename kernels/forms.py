@@ -59,6 +59,7 @@ class KernelForms:
         attention: (q, k, v, mask) -> softmax(q k^T) v, with the mask [..., S, T] of the keys or a causal one (None).
         block_attention: attention of one block.
         swiglu: (gate, up) -> silu(gate) * up.
+        geglu: (gate, up, variant) -> gelu(gate) * up, as `geglu`.
         grouped_matmul: (rows [R, K], matrices [E, K, N], offsets) -> [R, N], or (columns [K, R], rows [R, N], offsets)
             -> [E, K, N], as `F.grouped_mm`.
         row_kernels: The operators of permute.py.
@@ -69,6 +70,7 @@ class KernelForms:
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     block_attention: BlockKernel | None = None
     swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
+    geglu: Callable[..., Tensor] | None = None
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     row_kernels: RowKernels | None = None
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.forms import kernel_forms, uses_triton
+from megalaunch.kernels.forms import kernel_forms, on_cpu, uses_triton
 from megalaunch.kernels.overridable import overridable
 
 
@@ -30,7 +30,7 @@ def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
         return form(gate, up)
     if uses_triton(gate):
         return swiglu_fused(gate, up)
-    if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():
+    if on_cpu(gate) and gate.requires_grad and not torch.compiler.is_compiling():
         return swiglu_in_place(gate, up, overwrite_up)
     return swiglu_reference(gate, up)
 

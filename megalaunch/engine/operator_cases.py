@@ -37,6 +37,7 @@ from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa, causal_sdpa_reference, masked_sdpa, masked_sdpa_reference
 from megalaunch.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from megalaunch.kernels.forms import KernelForms
+from megalaunch.kernels.geglu import geglu_reference
 from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from megalaunch.kernels.overridable import target_name
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -53,6 +54,7 @@ PLAIN_TORCH = KernelForms(
         causal_sdpa_reference(q, k, v, None) if mask is None else masked_sdpa_reference(q, k, v, mask, None)
     ),
     swiglu=swiglu_reference,
+    geglu=geglu_reference,
 )
 """The forms in which the reference of a module is computed, in fp64."""
 

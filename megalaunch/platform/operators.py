@@ -46,6 +46,7 @@ def implementations(device: str) -> Iterator[Implementation]:
     yield Implementation("attention with sinks (without cp), soft cap or dropout", scores)
     form = "_triton" if device in TRITON_DEVICES and find_spec("triton") is not None else ", in torch"
     yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")
+    yield Implementation("GEGLU", f"{_KERNELS}.geglu{form}")
     yield Implementation("permutation of tokens by expert", f"{_KERNELS}.permute{form}")
     yield Implementation("matmuls of experts", f"{_KERNELS}.grouped_linear: torch's grouped_mm, or a loop over experts")
     if device == "cpu":

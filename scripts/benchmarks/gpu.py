@@ -42,6 +42,7 @@ _KERNELS = (
     "RMSNorm",
     "residual and RMSNorm",
     "SwiGLU",
+    "GEGLU, tanh",
     "rope",
     "fp8 linear, tensorwise",
     "fp8 linear, rowwise",

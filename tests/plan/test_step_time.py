@@ -228,3 +228,4 @@ def test_a_plan_names_triton_where_the_engine_has_its_kernels(platform, triton):
     stack = engine_stack(spec)
     assert ("Triton" in dict(describe_kernels(spec, stack))["blocks"]) == triton
     assert (stack.swiglu_traffic == ENGINE_EAGER.swiglu_traffic) == triton
+    assert (stack.gated_traffic == ENGINE_EAGER.gated_traffic) == triton

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from megalaunch.engine.model.layers import SavePolicy, save_activations
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
+from megalaunch.kernels.geglu import geglu, quick_gelu
 from megalaunch.kernels.overridable import overridable
 from megalaunch.kernels.swiglu import swiglu
 from megalaunch.schema.model import GATED, Activation
@@ -22,22 +24,18 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * (1.702 * x).sigmoid()
-
-
 _UNGATED_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
 _GATED_ACTIVATIONS: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": swiglu,
-    "geglu": lambda gate, up: F.gelu(gate) * up,
-    "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
-    "quick_geglu": lambda gate, up: _quick_gelu(gate) * (up + 1),
+    "geglu": geglu,
+    "geglu_tanh": partial(geglu, variant="geglu_tanh"),
+    "quick_geglu": partial(geglu, variant="quick_geglu"),
 }
 """Gated activations: (gate, up) -> input of the down projection (Shazeer, 2020)."""
 

@@ -21,6 +21,7 @@ from megalaunch.engine.simulate.fake_world import fake_mesh
 from megalaunch.engine.simulate.gpu_ops import (
     CPU_KERNELS,
     GPU_KERNELS,
+    KERNELS_WITHOUT_TRITON,
     NoCopyOffload,
     NoHostCopies,
     use_gpu_reduce_scatter,
@@ -40,13 +41,14 @@ from megalaunch.engine.simulate.step import (
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
 from megalaunch.engine.train.forward_backward import stage_activations
-from megalaunch.kernels.forms import use_kernel_forms
+from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 from megalaunch.plan.attention_backends import has_library_ring
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.packages import lacks_expert_mesh
+from megalaunch.platform.platforms import TRITON_DEVICES
 from megalaunch.schema import RunSpec, with_values
 
 
@@ -88,7 +90,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
         world.enter_context(_without_collections())
-        world.enter_context(use_kernel_forms(GPU_KERNELS if on_gpu else CPU_KERNELS))
+        world.enter_context(use_kernel_forms(_kernels(CHIPS[spec.platform.chip].device)))
         parameters, computed, result = _steps(spec, mesh, modules, phases, on_gpu, world)
         names = GroupNames(topology, rank)
         collectives = tuple(
@@ -109,6 +111,13 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
         collectives=collectives,
         seconds=time.perf_counter() - started,
     )
+
+
+def _kernels(device: str) -> KernelForms:
+    """Return the operators that stand for those of a device type."""
+    if device == "cpu":
+        return CPU_KERNELS
+    return GPU_KERNELS if device in TRITON_DEVICES else KERNELS_WITHOUT_TRITON
 
 
 def _steps(

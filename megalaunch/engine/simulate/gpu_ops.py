@@ -134,8 +134,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return apply_function(_FlashAttention, q, k, v, bias)
 
 
-class _Swiglu(torch.autograd.Function):
-    """Fused SwiGLU (kernels/swiglu_triton.py): saves gate and up for backward."""
+class _GatedActivation(torch.autograd.Function):
+    """Fused SwiGLU or GEGLU (kernels/swiglu_triton.py, geglu_triton.py): saves gate and up for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ class _Swiglu(torch.autograd.Function):
         return torch.empty_like(gate), torch.empty_like(up)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return apply_function(_Swiglu, gate, up)
+def _gated_activation(gate: Tensor, up: Tensor, variant: str = "") -> Tensor:
+    return apply_function(_GatedActivation, gate, up)
 
 
 def _grouped_matmul(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
@@ -183,7 +183,10 @@ GPU_KERNELS = replace(
     rms_norm=_rms_norm,
     attention=_attention,
     block_attention=_FLASH_BLOCK,
-    swiglu=_swiglu,
+    swiglu=_gated_activation,
+    geglu=_gated_activation,
     row_kernels=RowKernels(_gather_rows, _sum_rows, _weigh_rows),  # kernels/permute_triton.py
 )
 """The operators of a simulated GPU."""
+KERNELS_WITHOUT_TRITON = replace(GPU_KERNELS, swiglu=None, geglu=None)
+"""The operators of a simulated accelerator for which the engine has no Triton kernels."""

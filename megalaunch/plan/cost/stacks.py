@@ -168,15 +168,17 @@ LLMQ = replace(
 )
 
 # engine/model: F.rms_norm and F.layer_norm are one kernel a pass, rope.py passes five times over queries and keys,
-# kernels/swiglu_triton.py is SwiGLU, kernels/float8_cast.py casts by nine operators (33 bytes), twice an operand.
+# kernels/swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks, kernels/float8_cast.py casts by nine
+# operators (33 bytes), twice an operand.
 ENGINE_EAGER = replace(
     PYTORCH_EAGER,
     name="megalaunch, eager",
-    meaning="torch's kernels, one an operator; Triton SwiGLU; FSDP2",
+    meaning="torch's kernels, one an operator; Triton SwiGLU and GEGLU; FSDP2",
     attention="engine",
     norm_traffic=Constant(_NORM, 28.6, "fused norms, backward at 0.37 of the bandwidth; residuals apart"),
     rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
     swiglu_traffic=Constant(_SWIGLU, 12.0, "kernels/swiglu_triton.py, as Liger's: 1.24 ms, 8192 x 16384, H100"),
+    gated_traffic=Constant(_GATED, 12.0, "kernels/geglu_triton.py, which moves as many values as SwiGLU's"),
     cast_traffic=Constant(_CAST, 66.0, "nine operators, twice (kernels/float8_cast.py)"),
     weight_cast_traffic=Constant(_WEIGHT_CAST, 66.0, "the same"),
     launches=Constant(_LAUNCHES, 65.0, "counted in a simulated layer"),
@@ -188,7 +190,7 @@ ENGINE_EAGER = replace(
 ENGINE_TRANSFORMER_ENGINE = replace(
     ENGINE_EAGER,
     name="megalaunch with Transformer Engine",
-    meaning="linear layers by Transformer Engine; else torch's kernels, one an operator; Triton SwiGLU; FSDP2",
+    meaning=f"linear layers by Transformer Engine; else {ENGINE_EAGER.meaning}",
     cast_traffic=MEGATRON.cast_traffic,
     weight_cast_traffic=Constant(_WEIGHT_CAST, 0.0, "once a step"),
 )
@@ -207,6 +209,7 @@ ENGINE_WITHOUT_TRITON = replace(
     ENGINE_EAGER,
     meaning="torch's kernels, one an operator; FSDP2",
     swiglu_traffic=PYTORCH_EAGER.swiglu_traffic,
+    gated_traffic=PYTORCH_EAGER.gated_traffic,
 )
 
 

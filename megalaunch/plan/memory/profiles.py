@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.platforms import TRITON_DEVICES
 from megalaunch.schema import RunSpec
 
 
@@ -84,16 +85,23 @@ ENGINE = MemoryProfile(
     query_block=512,
     dropout_masks=False,
     p2p_buffers=True,
-    plain_activation_inputs=(("geglu", 3), ("geglu_tanh", 3), ("quick_geglu", 4), ("quick_gelu", 2)),
+    plain_activation_inputs=(("quick_gelu", 2),),
+)
+
+# The same on a device without Triton: gated activations run operator by operator.
+ENGINE_WITHOUT_TRITON = replace(
+    ENGINE,
+    name="engine without Triton",
+    activation_inputs=3,
+    plain_activation_inputs=(("quick_geglu", 4), ("quick_gelu", 2)),
 )
 
 # The same on a CPU: it has no fused kernels, and allocating memory is slow. kernels/swiglu.py saves
 # silu(gate), which its gradients overwrite; see also kernels/causal_attention.py, engine/train/loss.py,
 # engine/parallel/fsdp.py.
 CPU_ENGINE = replace(
-    ENGINE,
+    ENGINE_WITHOUT_TRITON,
     name="engine on CPU",
-    activation_inputs=3,
     activation_gradients=1,
     max_saved_weight_tokens=512,
     separate_reduce_scatter_buffers=True,
@@ -125,4 +133,6 @@ def profile_for(spec: RunSpec) -> MemoryProfile:
     chip = CHIPS.get(spec.platform.chip)
     if spec.precision.uses_transformer_engine:
         return TRANSFORMER_ENGINE
-    return CPU_ENGINE if chip is not None and chip.device == "cpu" else ENGINE
+    if chip is None or chip.device in TRITON_DEVICES:
+        return ENGINE
+    return CPU_ENGINE if chip.device == "cpu" else ENGINE_WITHOUT_TRITON

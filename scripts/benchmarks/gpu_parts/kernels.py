@@ -23,6 +23,7 @@ from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
+from megalaunch.kernels.geglu import geglu, geglu_reference
 from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.kernels.permute import permute, sort_by_expert, unpermute
@@ -140,6 +141,16 @@ def _swiglu(at: _Inputs) -> Kernel:
     if (liger := _liger()) is not None:
         forms["liger"] = liger.liger_swiglu
     return Kernel((gate, up), at.compiled(forms, swiglu_reference), bytes=8 * gate.nbytes)
+
+
+def _geglu(at: _Inputs) -> Kernel:
+    s = at.sizes
+    gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
+    reference = partial(geglu_reference, variant="geglu_tanh")
+    forms: dict[str, Form] = {"reference": reference, "ours": partial(geglu, variant="geglu_tanh")}
+    if (liger := _liger()) is not None:
+        forms["liger"] = liger.liger_geglu
+    return Kernel((gate, up), at.compiled(forms, reference), bytes=8 * gate.nbytes)
 
 
 def _rope(at: _Inputs) -> Kernel:
@@ -275,6 +286,7 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "RMSNorm": _rms_norm,
     "residual and RMSNorm": _add_rms_norm,
     "SwiGLU": _swiglu,
+    "GEGLU, tanh": _geglu,
     "rope": _rope,
     "fp8 linear, tensorwise": _float8_linear("tensorwise"),
     "fp8 linear, rowwise": _float8_linear("rowwise"),

@@ -117,6 +117,8 @@ CASES = [
     Case("pp2", 2, (6, 1, 2048), LOSS, ("parallel.num_layers_in_first_pipeline_stage=2", "model.mtp.num_layers=1"), 1),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.activation=geglu_tanh")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.activation=quick_geglu", "model.swiglu_limit=7")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,), platform="mtt_s4000"),  # no Triton
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.activation=geglu_tanh"), platform="mtt_s4000"),
     Case("dp", 1, (8, 4, 2048), LOSS, (CAPPED,)),
     Case("tp4", 4, (4, 2, 2048), LOSS, (CAPPED, "train.loss_chunks=4")),
     Case("pp3", 3, (3, 1, 2048), LOSS, (CAPPED, "parallel.schedule=gpipe"), rank=2),
