@@ -128,6 +128,8 @@ def test_a_class_that_is_no_platform_is_an_error_of_the_engine(tmp_path, monkeyp
 
     install_package(tmp_path, FILES, {})
     monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vendor"]:  # another test's package
+        monkeypatch.delitem(sys.modules, name)
     for implementation, said in {
         "vendor.device:WarpPlatform": r"WarpPlatform is not a subclass of megalaunch\.engine\.platform\.platform\.Pl",
         "vendor.raises:WarpPlatform": "cannot be imported: ModuleNotFoundError: No module named 'warp_runtime'; repair",
