@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import cProfile
 from dataclasses import replace
 
 import pytest
@@ -148,12 +148,12 @@ def test_a_chip_without_figures_has_no_time():
 
 
 def test_a_model_fits_a_search():
+    """A search times thousands of layouts. Counted in calls, 2,000 a millisecond: seconds depend on the machine."""
     spec = DGXC[2].spec
-    step_time(spec)
-    start = time.process_time()
-    for _ in range(100):
-        step_time(spec)
-    assert (time.process_time() - start) / 100 < 1e-3
+    step_time(spec)  # fills the caches
+    profile = cProfile.Profile()
+    profile.runcall(step_time, spec)
+    assert sum(entry.callcount for entry in profile.getstats()) < 2000
 
 
 DEGREE = st.sampled_from([1, 1, 2, 3, 4, 8])

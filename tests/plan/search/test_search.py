@@ -78,6 +78,7 @@ def test_other_measured_layouts_rank_in_the_top_tenth_too(run):
     assert place <= result.valid / 10, f"{place} of {len(result.ranked)} timed, {result.valid} valid"
 
 
+@pytest.mark.timed
 def test_the_largest_search_takes_seconds():
     spec, _ = resolved("recipe=llama31_405b", "cluster.nodes=128")
     started = time.process_time()  # the machine may be busy with other tests
