@@ -1,5 +1,8 @@
 """Casts to fp8 with one scale per block of a matrix, and back: amax, scale, saturating cast.
 
+In plain torch, the reference, a cast passes nine times over its matrix; the Triton kernels pass once for the amax and
+once for the cast, also of the matrix and its transpose together.
+
 Formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning): e4m3 reaches 448 and has no infinity,
 e5m2 reaches 57,344. A block is (rows, columns); 0 stands for all of them: (0, 0) is the whole matrix, (1, 0) a row,
 (1, 128) a part of a row. Blocks at the ends may be smaller.
@@ -9,13 +12,15 @@ Shapes: R rows, K columns (the dimension that a matmul sums over), r and k block
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.forms import Block, CastKernels, kernel_forms, uses_triton
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Block = tuple[int, int]
 
 _LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal fp32 number, which a GPU does not flush to 0
 
@@ -31,10 +36,13 @@ class Float8Matrix:
     @classmethod
     def quantize(cls, x_RK: Tensor, scales_rk: Tensor, block: Block, dtype: torch.dtype) -> Float8Matrix:
         """Cast x * scale to the nearest fp8 value, ties to even; larger values saturate, NaN stays NaN."""
-        largest = torch.finfo(dtype).max
-        # Clamped explicitly: whether a cast saturates depends on device and format.
-        scaled = (_blocks(x_RK.float(), block) * scales_rk[:, None, :, None]).clamp_(-largest, largest)
-        return cls(_matrix(scaled, x_RK.shape).to(dtype), scales_rk, block)
+        return cls(_kernels(x_RK).cast(x_RK, scales_rk, block, dtype), scales_rk, block)
+
+    @classmethod
+    def quantize_both(cls, x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Float8Matrix, Float8Matrix]:
+        """Cast x and its transpose with one scale of the matrix, as `quantize` casts each."""
+        values, transposed = _kernels(x_RK).cast_both(x_RK, scale_11, dtype)
+        return cls(values, scale_11, (0, 0)), cls(transposed, scale_11, (0, 0))
 
     def dequantize(self) -> Tensor:
         """Return values / scale in fp32, [R, K]."""
@@ -44,9 +52,7 @@ class Float8Matrix:
 
 def block_amax(x_RK: Tensor, block: Block) -> Tensor:
     """Return the largest absolute value of each block, fp32 [r, k]; NaN if a block holds one."""
-    if block == (0, 0):
-        return x_RK.abs().amax().float().view(1, 1)
-    return _blocks(x_RK.abs(), block).amax(dim=(1, 3)).float()
+    return _kernels(x_RK).amax(x_RK, block)
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
@@ -69,6 +75,52 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     exponent = (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-126, 127)
     scale = torch.ldexp(torch.ones_like(amax), -exponent)
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
+
+
+def _kernels(x: Tensor) -> CastKernels:
+    """Return the form for the device of `x`; the compiler joins the reference's operators itself."""
+    form = kernel_forms().cast_kernels
+    if form is not None:
+        return form
+    if torch.compiler.is_compiling() or not uses_triton(x) or not _casts_in_hardware(x.device):
+        return REFERENCE
+    return triton_kernels()
+
+
+@cache
+def _casts_in_hardware(device: torch.device) -> bool:
+    """Return whether Triton converts to these formats: on NVIDIA GPUs from Ada and Hopper on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def triton_kernels() -> CastKernels:
+    """Return the Triton form, which needs Triton."""
+    from megalaunch.kernels.float8_cast_triton import amax, cast, cast_both
+
+    return CastKernels(amax, cast, cast_both)
+
+
+def _amax(x_RK: Tensor, block: Block) -> Tensor:
+    if block == (0, 0):
+        return x_RK.abs().amax().float().view(1, 1)
+    return _blocks(x_RK.abs(), block).amax(dim=(1, 3)).float()
+
+
+def _cast(x_RK: Tensor, scales_rk: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    # Clamped explicitly: whether a cast saturates depends on device and format.
+    scaled = (_blocks(x_RK.float(), block) * scales_rk[:, None, :, None]).clamp_(-largest, largest)
+    return _matrix(scaled, x_RK.shape).to(dtype)
+
+
+def _cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values = _cast(x_RK, scale_11, (0, 0), dtype)
+    return values, values.t().contiguous()
+
+
+REFERENCE = CastKernels(_amax, _cast, _cast_both)
+"""The plain-torch form."""
 
 
 def _blocks(x_RK: Tensor, block: Block) -> Tensor:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from megalaunch.kernels.float8_cast import Block, Float8Matrix
+from megalaunch.kernels.float8_cast import Float8Matrix
+from megalaunch.kernels.forms import Block
 
 
 def scaled_matmul(

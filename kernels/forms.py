@@ -17,6 +17,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+Block = tuple[int, int]
+"""Rows and columns of a matrix that share one fp8 scale; 0 stands for all of them."""
+
 
 @dataclass(frozen=True)
 class RowKernels:
@@ -50,6 +53,21 @@ class BlockKernel:
 
 
 @dataclass(frozen=True)
+class CastKernels:
+    """One form of the operators of float8_cast.py, on matrices [R, K] of any strides; results are contiguous.
+
+    Attributes:
+        amax: (x_RK, block) -> the largest absolute value of each block, fp32 [r, k].
+        cast: (x_RK, scales_rk, block, dtype) -> fp8 values.
+        cast_both: (x_RK, scale_11, dtype) -> fp8 values [R, K] and their transpose [K, R].
+    """
+
+    amax: Callable[[Tensor, Block], Tensor]
+    cast: Callable[[Tensor, Tensor, Block, torch.dtype], Tensor]
+    cast_both: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class KernelForms:
     """Forms to use in place of those that the dispatch selects; None: what the dispatch selects.
 
@@ -63,6 +81,7 @@ class KernelForms:
         grouped_matmul: (rows [R, K], matrices [E, K, N], offsets) -> [R, N], or (columns [K, R], rows [R, N], offsets)
             -> [E, K, N], as `F.grouped_mm`.
         row_kernels: The operators of permute.py.
+        cast_kernels: The operators of float8_cast.py.
     """
 
     on_cpu: bool | None = None
@@ -73,6 +92,7 @@ class KernelForms:
     geglu: Callable[..., Tensor] | None = None
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     row_kernels: RowKernels | None = None
+    cast_kernels: CastKernels | None = None
 
 
 _NONE = KernelForms()

@@ -6,6 +6,7 @@ Backward:  dx = dy W,  dW = dy^T x
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,16 +15,26 @@ from torch import Tensor
 from megalaunch.kernels.matmul import linear, matmul, needs_grad
 
 
+@dataclass(frozen=True)
+class OutputGrad:
+    """The gradient of a layer's output, [..., F], as both matmuls of the backward pass take it."""
+
+    dy: Tensor
+
+
 class LinearMatmuls(Protocol):
     """The matmuls of one linear layer. Shapes: T tokens, H input features, F output features."""
 
     def output(self, x: Tensor, weight_FH: Tensor) -> Tensor:
         """Return x W^T, [..., H] -> [..., F]."""
 
-    def input_grad(self, dy: Tensor, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
+    def prepare(self, dy: Tensor, both: bool) -> OutputGrad:
+        """Return dy, with what a conversion of it shares between the two matmuls if `both` follow."""
+
+    def input_grad(self, grad: OutputGrad, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return dy W, or onto + dy W: [..., F] -> [..., H]."""
 
-    def weight_grad(self, dy_TF: Tensor, x_TH: Tensor) -> Tensor:
+    def weight_grad(self, grad: OutputGrad, x_TH: Tensor) -> Tensor:
         """Return dy^T x, [F, H]."""
 
 
@@ -34,13 +45,17 @@ class ComputeDtypeMatmuls:
         """Return x W^T."""
         return matmul(x, weight_FH.T)
 
-    def input_grad(self, dy: Tensor, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return dy W, or onto + dy W."""
-        return matmul(dy, weight_FH, onto=onto)
+    def prepare(self, dy: Tensor, both: bool) -> OutputGrad:
+        """Return dy."""
+        return OutputGrad(dy)
 
-    def weight_grad(self, dy_TF: Tensor, x_TH: Tensor) -> Tensor:
+    def input_grad(self, grad: OutputGrad, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return dy W, or onto + dy W."""
+        return matmul(grad.dy, weight_FH, onto=onto)
+
+    def weight_grad(self, grad: OutputGrad, x_TH: Tensor) -> Tensor:
         """Return dy^T x."""
-        return matmul(dy_TF.T, x_TH)
+        return matmul(grad.dy.flatten(0, -2).T, x_TH)
 
 
 COMPUTE_DTYPE = ComputeDtypeMatmuls()
@@ -67,7 +82,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        (dy,), matmuls = gradients, ctx.matmuls
-        dx = matmuls.input_grad(dy, weight) if needs_grad(ctx, 0) else None
-        dweight = matmuls.weight_grad(dy.flatten(0, -2), x.flatten(0, -2)) if needs_grad(ctx, 1) else None
+        wanted, matmuls = [needs_grad(ctx, number) for number in (0, 1)], ctx.matmuls
+        dy = matmuls.prepare(gradients[0], all(wanted))
+        dx = matmuls.input_grad(dy, weight) if wanted[0] else None
+        dweight = matmuls.weight_grad(dy, x.flatten(0, -2)) if wanted[1] else None
         return dx, dweight, None

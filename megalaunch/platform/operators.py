@@ -47,6 +47,7 @@ def implementations(device: str) -> Iterator[Implementation]:
     form = "_triton" if device in TRITON_DEVICES and find_spec("triton") is not None else ", in torch"
     yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")
     yield Implementation("GEGLU", f"{_KERNELS}.geglu{form}")
+    yield Implementation("casts to fp8", f"{_KERNELS}.float8_cast{form}")
     yield Implementation("permutation of tokens by expert", f"{_KERNELS}.permute{form}")
     yield Implementation("matmuls of experts", f"{_KERNELS}.grouped_linear: torch's grouped_mm, or a loop over experts")
     if device == "cpu":

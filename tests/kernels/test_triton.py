@@ -11,6 +11,7 @@ import torch
 from paths import TESTS
 from triton_add_norm_cases import ADD_NORM_CASES
 from triton_comparison import compare, randn
+from triton_float8_cases import FLOAT8_CASES
 from triton_geglu_cases import GEGLU_CASES
 from triton_rope_cases import ROPE_CASES
 
@@ -87,6 +88,7 @@ CASES = {
     **ADD_NORM_CASES,
     **ROPE_CASES,
     **GEGLU_CASES,
+    **FLOAT8_CASES,
     **{
         f"swiglu {size} {dtype}": partial(swiglu_case, size, dtype=dtype)
         for size in [(7,), (3, 5, 50), (1024,), (2, 1025)]

@@ -239,9 +239,10 @@ class _GroupedLinearFn(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         for weight, cast in zip(weights, ctx.cached, strict=True):
             assert torch.equal(weight, cast), "the weight changed, or its memory was freed"
-        parts = list(zip(dy.contiguous().split(ctx.splits), x.split(ctx.splits), ctx.cached, strict=True))
-        dx = torch.cat([ctx.matmuls.input_grad(part, weight) for part, _, weight in parts])
-        return dx, None, None, None, *(ctx.matmuls.weight_grad(part, rows) for part, rows, _ in parts)
+        grads = [ctx.matmuls.prepare(part, both=True) for part in dy.contiguous().split(ctx.splits)]
+        parts = list(zip(grads, x.split(ctx.splits), ctx.cached, strict=True))
+        dx = torch.cat([ctx.matmuls.input_grad(grad, weight) for grad, _, weight in parts])
+        return dx, None, None, None, *(ctx.matmuls.weight_grad(grad, rows) for grad, rows, _ in parts)
 
 
 def _matmuls() -> Any:
@@ -284,8 +285,9 @@ class _LinearFn(torch.autograd.Function):
             x = _gather(x, layer.group)
         if layer.mode == "row" and layer.sequence_parallel:
             dy = _gather(dy, layer.group)
-        dx = ctx.matmuls.input_grad(dy, ctx.cached)
-        dweight = ctx.matmuls.weight_grad(dy.flatten(0, -2), x.flatten(0, -2))
+        grad = ctx.matmuls.prepare(dy, both=True)
+        dx = ctx.matmuls.input_grad(grad, ctx.cached)
+        dweight = ctx.matmuls.weight_grad(grad, x.flatten(0, -2))
         return _sum(dx, layer) if layer.mode == "column" else dx, dweight, None, None
 
 

@@ -157,17 +157,20 @@ class _ColumnParallelLinearFn(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         wanted = [needs_grad(ctx, number) for number in range(1, 1 + len(weights))]
         gathering = all_gather_async(x, _SEQUENCE, ctx.axis) if ctx.sequence_parallel and any(wanted) else None
-        reducing = None
-        if needs_grad(ctx, 0):
-            first, *rest = zip(ctx.matmuls, dys, weights, strict=True)
+        wants_dx, reducing = needs_grad(ctx, 0), None
+        grads = [
+            each.prepare(dy, wants_dx and needed) for each, dy, needed in zip(ctx.matmuls, dys, wanted, strict=True)
+        ]
+        if wants_dx:
+            first, *rest = zip(ctx.matmuls, grads, weights, strict=True)
             dx = first[0].input_grad(*first[1:])
-            for each, dy, weight in rest:
-                dx = each.input_grad(dy, weight, onto=dx)
+            for each, grad, weight in rest:
+                dx = each.input_grad(grad, weight, onto=dx)
             reducing = _start_reduce(dx, ctx.axis, ctx.sequence_parallel)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
         dweights = [
-            each.weight_grad(dy.flatten(0, 1), rows) if needed else None
-            for each, dy, needed in zip(ctx.matmuls, dys, wanted, strict=True)
+            each.weight_grad(grad, rows) if needed else None
+            for each, grad, needed in zip(ctx.matmuls, grads, wanted, strict=True)
         ]
         return reducing.wait() if reducing else None, None, None, None, *dweights
 

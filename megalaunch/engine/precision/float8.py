@@ -1,7 +1,8 @@
 """The matmuls of a linear layer in fp8: which operand has which format and which blocks, by recipe.
 
 x W^T, dy W and dy^T x sum over different dims, and scales of rows and of parts of rows lie along the dim of the sum:
-so operands are saved in 16 bits, and each matmul casts its two. Only weights have square blocks (DeepSeek-AI 2024,
+so operands are saved in 16 bits, and each matmul casts its two. With one scale of a tensor dy is cast once for both
+matmuls of the backward pass. Only weights have square blocks (DeepSeek-AI 2024,
 DeepSeek-V3 report, section 3.3).
 """
 
@@ -19,13 +20,14 @@ from megalaunch.engine.precision.amax_history import LayerAmax
 from megalaunch.kernels.float8_cast import (
     E4M3,
     E5M2,
-    Block,
     Float8Matrix,
     block_amax,
     power_of_two_scale,
     scale_from_amax,
 )
 from megalaunch.kernels.float8_matmul import scaled_matmul
+from megalaunch.kernels.forms import Block
+from megalaunch.kernels.linear_matmuls import OutputGrad
 from megalaunch.kernels.matmul import matmul
 from megalaunch.schema.precision import Float8Recipe, Float8Spec
 
@@ -97,6 +99,14 @@ def operand_dtypes(spec: Float8Spec) -> tuple[torch.dtype, ...]:
     return E4M3, E4M3, E5M2 if spec.format == "hybrid" else E4M3
 
 
+@dataclass(frozen=True)
+class _CastGrad(OutputGrad):
+    """A gradient that was cast once for both matmuls: with one scale of the whole, [T, F] and [F, T]."""
+
+    rows_TF: Float8Matrix
+    columns_FT: Float8Matrix
+
+
 class Float8Matmuls:
     """The matmuls of one linear layer in fp8 (`LinearMatmuls`).
 
@@ -121,19 +131,28 @@ class Float8Matmuls:
         a, b = self._cast(x.flatten(0, -2), INPUT, along), self._cast(weight_FH, WEIGHT, along)
         return self._multiply(a, b, x.dtype, fast=True).view(*x.shape[:-1], -1)
 
-    def input_grad(self, dy: Tensor, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
+    def prepare(self, dy: Tensor, both: bool) -> OutputGrad:
+        """Cast dy for both matmuls together where one scale serves them: one amax, and one read of dy."""
+        if not both or not self._wgrad or self._blocks.activation != (0, 0):
+            return OutputGrad(dy)
+        dy_TF, dtype = dy.flatten(0, -2), self._dtypes[GRADIENT.index]
+        scale = self._scale(dy_TF, GRADIENT, LinearDim.OUT_FEATURES, (0, 0), dtype)
+        return _CastGrad(dy, *Float8Matrix.quantize_both(dy_TF, scale, dtype))
+
+    def input_grad(self, grad: OutputGrad, weight_FH: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return dy W, or onto + dy W."""
-        along = LinearDim.OUT_FEATURES
-        a, b = self._cast(dy.flatten(0, -2), GRADIENT, along), self._cast(weight_FH.T, WEIGHT, along)
-        dx = self._multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
+        along, dy = LinearDim.OUT_FEATURES, grad.dy
+        a = grad.rows_TF if isinstance(grad, _CastGrad) else self._cast(dy.flatten(0, -2), GRADIENT, along)
+        dx = self._multiply(a, self._cast(weight_FH.T, WEIGHT, along), dy.dtype).view(*dy.shape[:-1], -1)
         return dx if onto is None else onto + dx
 
-    def weight_grad(self, dy_TF: Tensor, x_TH: Tensor) -> Tensor:
+    def weight_grad(self, grad: OutputGrad, x_TH: Tensor) -> Tensor:
         """Return dy^T x; in the operands' dtype with `precision.fp8.wgrad=false`."""
+        dy_FT, along = grad.dy.flatten(0, -2).T, LinearDim.TOKENS
         if not self._wgrad:
-            return matmul(dy_TF.T, x_TH)
-        along = LinearDim.TOKENS
-        return self._multiply(self._cast(dy_TF.T, GRADIENT, along), self._cast(x_TH.T, INPUT, along), x_TH.dtype)
+            return matmul(dy_FT, x_TH)
+        a = grad.columns_FT if isinstance(grad, _CastGrad) else self._cast(dy_FT, GRADIENT, along)
+        return self._multiply(a, self._cast(x_TH.T, INPUT, along), x_TH.dtype)
 
     def _multiply(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         return scaled_matmul(a, b, dtype, emulate=self._emulate, fast_accumulation=fast)

@@ -23,8 +23,9 @@ from megalaunch.engine.precision.float8 import (
     blocks_of,
     operand_dtypes,
 )
-from megalaunch.kernels.float8_cast import Block, Float8Matrix, block_amax
+from megalaunch.kernels.float8_cast import Float8Matrix, block_amax
 from megalaunch.kernels.float8_grouped import PaddedGroups, scaled_columns_times_rows, scaled_rows_times_matrices
+from megalaunch.kernels.forms import Block
 from megalaunch.kernels.grouped_linear import columns_times_rows, experts_of_rows
 from megalaunch.schema.precision import Float8Spec
 

@@ -17,7 +17,7 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
-from megalaunch.kernels.forms import BlockKernel, KernelForms, RowKernels
+from megalaunch.kernels.forms import Block, BlockKernel, CastKernels, KernelForms, RowKernels
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
@@ -175,6 +175,21 @@ def _weigh_rows(
     return torch.empty_like(y_RH), torch.empty_like(weights_Tk)
 
 
+def _amax(x_RK: Tensor, block: Block) -> Tensor:
+    extents = [extent or size for size, extent in zip(x_RK.shape, block, strict=True)]
+    return x_RK.new_empty(
+        [-(-size // extent) for size, extent in zip(x_RK.shape, extents, strict=True)], dtype=torch.float32
+    )
+
+
+def _cast(x_RK: Tensor, scales_rk: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    return x_RK.new_empty(x_RK.shape, dtype=dtype)
+
+
+def _cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(x_RK.shape[::-1], dtype=dtype)
+
+
 CPU_KERNELS = KernelForms(grouped_matmul=_grouped_matmul)
 """The operators of a simulated CPU, for `use_kernel_forms`."""
 GPU_KERNELS = replace(
@@ -186,7 +201,8 @@ GPU_KERNELS = replace(
     swiglu=_gated_activation,
     geglu=_gated_activation,
     row_kernels=RowKernels(_gather_rows, _sum_rows, _weigh_rows),  # kernels/permute_triton.py
+    cast_kernels=CastKernels(_amax, _cast, _cast_both),  # kernels/float8_cast_triton.py
 )
 """The operators of a simulated GPU."""
-KERNELS_WITHOUT_TRITON = replace(GPU_KERNELS, swiglu=None, geglu=None)
+KERNELS_WITHOUT_TRITON = replace(GPU_KERNELS, swiglu=None, geglu=None, cast_kernels=None)
 """The operators of a simulated accelerator for which the engine has no Triton kernels."""

@@ -168,19 +168,20 @@ LLMQ = replace(
 )
 
 # engine/model: F.rms_norm and F.layer_norm are one kernel a pass, rope.py passes five times over queries and keys,
-# kernels/swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks, kernels/float8_cast.py casts by nine
-# operators (33 bytes), twice an operand.
+# kernels/swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks. float8_cast_triton.py reads a value in 16
+# bits for its amax (2 bytes) and for its cast (2, and 1 written): an input or weight twice, a gradient once for both
+# layouts. Without it a cast is nine operators (33 bytes), and the second layout of a gradient a copy (2).
 ENGINE_EAGER = replace(
     PYTORCH_EAGER,
     name="megalaunch, eager",
-    meaning="torch's kernels, one an operator; Triton SwiGLU and GEGLU; FSDP2",
+    meaning="torch's kernels, one an operator; Triton SwiGLU, GEGLU and fp8 casts; FSDP2",
     attention="engine",
     norm_traffic=Constant(_NORM, 28.6, "fused norms, backward at 0.37 of the bandwidth; residuals apart"),
     rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
     swiglu_traffic=Constant(_SWIGLU, 12.0, "kernels/swiglu_triton.py, as Liger's: 1.24 ms, 8192 x 16384, H100"),
     gated_traffic=Constant(_GATED, 12.0, "kernels/geglu_triton.py, which moves as many values as SwiGLU's"),
-    cast_traffic=Constant(_CAST, 66.0, "nine operators, twice (kernels/float8_cast.py)"),
-    weight_cast_traffic=Constant(_WEIGHT_CAST, 66.0, "the same"),
+    cast_traffic=Constant(_CAST, 8.0, "inputs 10, gradients 6 (kernels/float8_cast_triton.py)"),
+    weight_cast_traffic=Constant(_WEIGHT_CAST, 10.0, "amax and cast, twice (kernels/float8_cast_triton.py)"),
     launches=Constant(_LAUNCHES, 65.0, "counted in a simulated layer"),
     ring_gradients_hidden=False,
     ring_gradient_bytes=4,
@@ -210,6 +211,8 @@ ENGINE_WITHOUT_TRITON = replace(
     meaning="torch's kernels, one an operator; FSDP2",
     swiglu_traffic=PYTORCH_EAGER.swiglu_traffic,
     gated_traffic=PYTORCH_EAGER.gated_traffic,
+    cast_traffic=Constant(_CAST, 50.5, "nine operators: inputs twice, gradients once (kernels/float8_cast.py)"),
+    weight_cast_traffic=Constant(_WEIGHT_CAST, 66.0, "nine operators, twice (kernels/float8_cast.py)"),
 )
 
 
