@@ -283,11 +283,11 @@ SELECTIONS = [([], "not slow and not gpu"), (["--all"], "not release and not gpu
 
 
 @pytest.mark.parametrize(("arguments", "selection"), SELECTIONS)
-def test_two_tests_at_once_and_then_the_timed_ones(checkout, arguments, selection):
+def test_three_tests_at_once_and_then_the_timed_ones(checkout, arguments, selection):
     calls, err, code = called(checkout, *arguments)
     assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
     assert calls[3:] == [
-        f"1 -m pytest -m {selection} and not timed -n 2 --dist worksteal --durations=30",
+        f"1 -m pytest -m {selection} and not timed -n 3 --dist worksteal --durations=30",
         f"-m pytest -m {selection} and timed -n 2 --dist loadfile --durations=30 tests/test_b.py",
     ]
     assert (err, code) == ("", 0)
