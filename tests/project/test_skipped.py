@@ -27,13 +27,13 @@ def test_d(): pass
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+@pytest.mark.parametrize("workers", [[], ["-p", "xdist", "-n", "2"]])
 def test_files_and_tests_are_counted_by_reason(tmp_path, workers):
     (tmp_path / "test_whole.py").write_text(WHOLE)
     (tmp_path / "test_partly.py").write_text(PARTLY)
     command = [sys.executable, "-m", "pytest", "-p", "skipped", "-p", "no:cacheprovider", *workers]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environ["PYTHONPATH"] = str(TESTS / "support")
+    environ |= {"PYTHONPATH": str(TESTS / "support"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of plugins 3 s a process
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout.partition("NOT PROVEN HERE")[2].splitlines()
