@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from megalaunch.format.numbers import format_memory
 from megalaunch.format.table import table_lines
+from megalaunch.installation import install_command
 
 if TYPE_CHECKING:
     from megalaunch.platform.detect import Machine
@@ -233,13 +235,13 @@ def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
         if state.cause is not None:
             problems.append({"problem": state.cause.cause, "needed_for": package.purpose, "fix": state.cause.fix})
             continue
-        target = f"'megalaunch[{package.extra}]'" if package.extra else "megalaunch"
-        again = "" if state.version is None else f"--upgrade --force-reinstall {package.name} "
+        target = f"megalaunch[{package.extra}]" if package.extra else "megalaunch"
+        again = f"pip install --upgrade --force-reinstall {package.name} {shlex.quote(target)}"
         problems.append(
             {
                 "problem": f"{package.name} {state.problem}",
                 "needed_for": package.purpose,
-                "fix": f"pip install {again}{target}",
+                "fix": install_command(target) if state.version is None else again,
             }
         )
     return problems

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from megalaunch.data.errors import DataError
+from megalaunch.installation import install_command
 
 ATTEMPTS = 4
 _FIRST_WAIT = 0.5  # seconds before the second attempt; each later wait is twice as long
@@ -85,13 +86,13 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        fix = "pip install 'megalaunch[data]' brings it."
+        fix = f"{install_command('megalaunch[data]')} brings it."
         raise DataError("reading it needs the package fsspec", file=url, fix=fix) from None
     try:
         system, path = url_to_fs(url)
     except ImportError:
         package = _PACKAGES.get(scheme, f"of fsspec for {scheme}://")
-        fix = f"pip install {package} brings it." if scheme in _PACKAGES else ""
+        fix = f"{install_command(package)} brings it." if scheme in _PACKAGES else ""
         raise DataError(f"reading it needs the package {package}", file=url, fix=fix) from None
     except ValueError:
         cause = f"{scheme}:// is not a kind of store that fsspec knows"

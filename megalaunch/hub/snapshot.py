@@ -19,13 +19,13 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from megalaunch.hub.name import HubError, HubName
+from megalaunch.installation import install_command
 
 Part = Literal["commit", "config", "weights", "data"]
 """What is downloaded: nothing, configuration and tokenizer files, these and the weights, or all files."""
 
 _TEXTS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.bpe")
 _PATTERNS: dict[Part, tuple[str, ...]] = {"commit": (), "config": _TEXTS, "weights": (*_TEXTS, "*.safetensors")}
-_INSTALL = "pip install 'megalaunch[hub]'"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def fetch(name: HubName, part: Part) -> Snapshot:
         HubError: the files are neither in the cache nor to be had; `fix` says what to do.
     """
     if find_spec("huggingface_hub") is None:
-        raise HubError(f"{name} needs huggingface_hub, which is not installed", _INSTALL)
+        raise HubError(f"{name} needs huggingface_hub, which is not installed", install_command("megalaunch[hub]"))
     allowed, ignored = _select(name, part)
     with _quietly(), _as_hub_errors(name):
         from huggingface_hub import snapshot_download

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megalaunch.installation import install_command
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.platform.torch_backends import backend_that_may_crash, broken_backend
 
@@ -43,8 +44,9 @@ class Package:
     @property
     def install_command(self) -> str:
         """The command that installs it."""
-        by_name = f"'megalaunch[{self.extra}]'" if self.extra else self.name
-        return f"pip install {self.install or by_name}"
+        if self.install is not None:
+            return f"pip install {self.install}"
+        return install_command(f"megalaunch[{self.extra}]" if self.extra else self.name)
 
 
 PACKAGES = (

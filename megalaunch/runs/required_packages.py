@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from megalaunch.installation import install_command
 from megalaunch.runs.errors import fail
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def require_training_packages() -> None:
     if missing:
         fail(
             f"training needs {' and '.join(missing)}, which this installation of megalaunch lacks.\n"
-            "fix:  pip install 'megalaunch[train]'"
+            f"fix:  {install_command('megalaunch[train]')}"
         )
 
 
@@ -40,13 +41,13 @@ def require_optional_packages(spec: RunSpec) -> None:
         others = [name for name in spec.logging.trackers if name not in missing]
         fail(
             f"logging.trackers needs {' and '.join(missing)}, not installed here.\n"
-            f"fix:  pip install 'megalaunch[trackers]'\n      or logging.trackers=[{','.join(others)}]"
+            f"fix:  {install_command('megalaunch[trackers]')}\n      or logging.trackers=[{','.join(others)}]"
         )
 
     if spec.train.eval_tasks.names and importlib.util.find_spec("lm_eval") is None:
-        fail("train.eval_tasks needs lm-eval, which is not installed.\nfix:  pip install 'megalaunch[lm-eval]'")
+        fail(f"train.eval_tasks needs lm-eval, which is not installed.\nfix:  {install_command('megalaunch[lm-eval]')}")
     if (reason := lacks_expert_mesh()) is not None and Topology.from_spec(spec).has_expert_mesh:
-        fail(f"{reason}.\nfix:  pip install 'torch>={EXPERT_MESH_TORCH}'")
+        fail(f"{reason}.\nfix:  {install_command(f'torch>={EXPERT_MESH_TORCH}')}")
     flex = spec.parallel.moe_token_dispatcher_type == "flex"
     if flex and importlib.util.find_spec(DEEP_EP.name) is None:
         fail(

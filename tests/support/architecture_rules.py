@@ -29,6 +29,7 @@ LAUNCHER_WING = (
         "rundir",
         "format",
         "fs",
+        "installation",
     ),
 )
 
@@ -36,14 +37,15 @@ LAUNCHER_WING = (
 ARROWS = {
     "format": (),
     "fs": (),
+    "installation": (),
     "rundir": ("fs",),
     "schema": ("fs",),
-    "hub": ("schema",),
+    "hub": ("schema", "installation"),
     "config": ("schema", "format", "hub", "importers.huggingface", "importers.megatron.spelling", "platform.plugins"),
     "importers.huggingface": ("schema", "plan.layers", "plan.attention_factor"),
     "importers.megatron": ("schema", "format.yaml_value"),
-    "platform": ("schema",),
-    "data": ("schema", "fs"),
+    "platform": ("schema", "installation"),
+    "data": ("schema", "fs", "installation"),
     "plan": ("schema", "platform", "format"),
     "launch": (
         "schema",
@@ -54,7 +56,7 @@ ARROWS = {
         "format",
         "fs",
     ),
-    "launchers": ("schema", "launch", "rundir", "fs"),
+    "launchers": ("schema", "launch", "rundir", "fs", "installation"),
     "kernels": ("platform",),
     "engine": (
         "schema",
@@ -69,7 +71,7 @@ ARROWS = {
     ),
     "runs": (
         *("config", "hub", "importers.megatron", "schema", "plan", "data", "platform", "launch", "launchers"),
-        *("rundir", "format", "fs", "engine.api"),
+        *("rundir", "format", "fs", "installation", "engine.api"),
     ),
     "cli": (
         "config",
@@ -85,6 +87,7 @@ ARROWS = {
         "runs",
         "format",
         "fs",
+        "installation",
         "engine.api",
     ),
     "__main__": ("cli",),

@@ -14,6 +14,7 @@ import typer
 
 from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.usage_errors import ParametersCommand
+from megalaunch.installation import install_command
 from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
@@ -208,7 +209,7 @@ def _convert_errors() -> Iterator[None]:
     from megalaunch.runs.errors import fail, refuse
 
     if find_spec("torch") is None:
-        fail("convert needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail(f"convert needs torch, which is not installed; add it with: {install_command('megalaunch[train]')}")
     from megalaunch.engine import api
 
     try:

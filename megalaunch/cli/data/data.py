@@ -14,6 +14,7 @@ from megalaunch.cli.data.output_prefix import local_prefix
 from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.output.progress import percent_progress
 from megalaunch.cli.usage_errors import ParametersCommand
+from megalaunch.installation import install_command
 
 if TYPE_CHECKING:
     from megalaunch.data.indexed_dataset.dataset import IndexedTokens
@@ -58,7 +59,7 @@ def inspect(
             try:
                 draw_histogram(found, png)
             except ImportError:
-                _refuse("the plot needs matplotlib: pip install 'megalaunch[train]'.")
+                _refuse(f"the plot needs matplotlib: {install_command('megalaunch[train]')}.")
             except OSError as error:
                 _refuse(f"cannot write {png}: {error.strerror}.")
         _show_documents(tokens, _load_tokenizer(prefix, tokenizer), documents)

@@ -11,6 +11,7 @@ import typer
 
 from megalaunch.format.numbers import format_bytes
 from megalaunch.format.table import table_lines
+from megalaunch.installation import install_command
 
 if TYPE_CHECKING:
     from megalaunch.engine.api import DeepPlan
@@ -24,7 +25,7 @@ def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None,
     from megalaunch.runs.errors import fail
 
     if find_spec("torch") is None:
-        fail("plan --deep needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail(f"plan --deep needs torch, which is not installed; add it with: {install_command('megalaunch[train]')}")
     _require_valid(spec, origins)
     from megalaunch.plan.memory.rank import memory_by_rank
     from megalaunch.plan.topology import Topology

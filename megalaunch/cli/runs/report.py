@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalaunch.installation import install_command
+
 if TYPE_CHECKING:
     from megalaunch.runs.report.content import RunContent
     from megalaunch.runs.sweep.folder import Metric
@@ -43,7 +45,7 @@ def report(
         page = render_report(title, contents, checked)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        fail(f"{package} is not installed, and draws the page: pip install 'megalaunch[train]'")
+        fail(f"{package} is not installed, and draws the page: {install_command('megalaunch[train]')}")
     try:
         write_file_atomically(target, page.encode())
     except OSError as error:

@@ -15,6 +15,7 @@ import typer
 from megalaunch.data.errors import DataError
 from megalaunch.format.numbers import format_count
 from megalaunch.format.table import table_lines
+from megalaunch.installation import install_command
 from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ def _check(
     if include_path is not None and not include_path.is_dir():
         fail(f"--include-path {include_path} is not a directory: name the folder with the YAML files of your tasks")
     if find_spec("torch") is None:
-        fail("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail(f"evaluate needs torch, which is not installed; add it with: {install_command('megalaunch[train]')}")
     if task and find_spec("lm_eval") is None:
-        fail("--task needs lm-eval, which is not installed; add it with: pip install 'megalaunch[lm-eval]'")
+        fail(f"--task needs lm-eval, which is not installed; add it with: {install_command('megalaunch[lm-eval]')}")
 
 
 def _show_tasks(scores: Sequence[TaskScore], json: bool) -> None:

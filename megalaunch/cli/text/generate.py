@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalaunch.cli.text.prompts import PromptError, read_prompts
+from megalaunch.installation import install_command
 from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def generate(
     except PromptError as error:
         fail(str(error))
     if find_spec("torch") is None:
-        fail("generate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail(f"generate needs torch, which is not installed; add it with: {install_command('megalaunch[train]')}")
     from megalaunch.engine import api
 
     try:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.installation import install_command
+
 if TYPE_CHECKING:
     from megalaunch.rundir.paths import RunDirectory
 
@@ -25,7 +27,7 @@ def serve_page(directory: RunDirectory, host: str, port: int, allow_remote: bool
         page.read()
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        fail(f"{package} is not installed, and draws the page: pip install 'megalaunch[train]'")
+        fail(f"{package} is not installed, and draws the page: {install_command('megalaunch[train]')}")
     except (SpecError, OSError) as error:
         fail(str(error))
     try:

@@ -17,6 +17,7 @@ from megalaunch.data.preprocess.records import Record, plain_texts, read_lines, 
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.remote_file import InputPath
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens
+from megalaunch.installation import install_command
 
 _MAX_QUARANTINED = 1 << 20  # bytes of a bad record that are written to the quarantine
 _PIECE = 1_000_000  # characters split at a time, as in Megatron
@@ -212,7 +213,9 @@ def make_splitter(language: str) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize.punkt import PunktTokenizer
     except ImportError:
-        raise DataError("splitting sentences needs the package nltk", fix="pip install nltk brings it.") from None
+        raise DataError(
+            "splitting sentences needs the package nltk", fix=f"{install_command('nltk')} brings it."
+        ) from None
     try:
         punkt = PunktTokenizer(language)
     except LookupError:

@@ -14,6 +14,7 @@ from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.preprocess.tokenizer_loader import Checked, TokenizerLoader, reference_ids
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
+from megalaunch.installation import install_command
 
 Encode: TypeAlias = Callable[[str], NDArray[Any]]
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def _try_or_reason(function: Callable[[], T]) -> T | str:
     try:
         return function()
     except ImportError:
-        return "gigatoken is not installed (pip install 'megalaunch[data]' brings it)"
+        return f"gigatoken is not installed ({install_command('megalaunch[data]')} brings it)"
     except BaseException as error:  # panics of its Rust code are a class derived from BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise

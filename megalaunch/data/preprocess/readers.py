@@ -20,6 +20,7 @@ from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.preprocess.inputs import Input, describe, open_source
 from megalaunch.data.preprocess.settings import Format
 from megalaunch.data.remote_file import InputPath, RemoteFile
+from megalaunch.installation import install_command
 
 _BLOCK = 1 << 20
 _AHEAD = 1 << 28  # bytes that hashing may be ahead of the encoding
@@ -119,7 +120,7 @@ def import_optional(module: str, path: InputPath) -> Any:
     except ImportError:
         name = module.partition(".")[0]
         raise DataError(
-            f"reading it needs the package {name}", file=path, fix="pip install 'megalaunch[data]' brings it."
+            f"reading it needs the package {name}", file=path, fix=f"{install_command('megalaunch[data]')} brings it."
         ) from None
 
 

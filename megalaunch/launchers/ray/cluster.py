@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megalaunch.installation import install_command
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.schema.ray import RaySpec
 
@@ -24,7 +25,7 @@ def connect_to_ray(address: str | None) -> None:
     try:
         import ray
     except ImportError:
-        raise LauncherError("ray is not installed", "pip install 'megalaunch[ray]'") from None
+        raise LauncherError("ray is not installed", install_command("megalaunch[ray]")) from None
     if ray.is_initialized():
         return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.data.worker_process import WorkerDied, WorkerProcess
+from megalaunch.installation import install_command
 
 _SECONDS = 5.0  # time limit of a rendering
 _START_SECONDS = 60.0  # time limit of the first rendering, with the start of the process on a busy machine
@@ -118,7 +119,7 @@ class _Renderer:
         except MemoryError:
             return Rendering(error=f"it takes more than {_MEMORY >> 20} MB of memory")
         except ImportError:
-            return Rendering(error="it needs the package jinja2 (pip install jinja2)")
+            return Rendering(error=f"it needs the package jinja2 ({install_command('jinja2')})")
         except Exception as error:  # a template may raise anything
             return Rendering(error=f"{error}"[:1000] or type(error).__name__)
         finally:
