@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -145,6 +146,26 @@ def test_drawing_takes_a_small_part_of_a_core(run, monkeypatch):
     add_steps(run, 4, 8)
     assert page.read() is first
     assert page.renderings == 1
+
+
+@pytest.mark.parametrize(("computed", "waited", "drawn"), [(0.0, 5.0, 3), (0.5, 0.0, 2)])
+def test_only_computing_counts_as_drawing(run, monkeypatch, computed, waited, drawn):
+    """Neither waiting for a busy core, nor the first time, which imports matplotlib: the page would stand still."""
+    clock = SimpleNamespace(cpu=0.0, now=0.0, thread_time=lambda: clock.cpu, monotonic=lambda: clock.now)
+    monkeypatch.setattr(live_page, "time", clock)
+    monkeypatch.setattr(live_page, "_SHARE", 10)
+
+    def draw(*_: object, **__: object) -> str:
+        clock.cpu += computed
+        clock.now += computed + waited
+        return f"drawn at {clock.now}"
+
+    monkeypatch.setattr(live_page, "render_report", draw)
+    page = LivePage(run)
+    for step in (4, 5, 6):
+        page.read()
+        add_steps(run, step, step + 1)
+    assert page.renderings == drawn
 
 
 @pytest.mark.parametrize(

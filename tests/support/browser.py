@@ -38,7 +38,7 @@ class Browser:
         """Return what a JavaScript function body returns."""
         return self._send("POST", f"{self._session}/execute/sync", {"script": script, "args": []})
 
-    def wait(self, script: str, seconds: float = 30.0) -> None:
+    def wait(self, script: str, seconds: float = 60.0) -> None:
         """Wait until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.run(f"return {script};"):
