@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-pytest_plugins = ["failures", "forked_ranks", "proofs", "skipped", "txda_device"]
+pytest_plugins = ["failures", "forked_ranks", "proofs", "skipped", "txda_device", "warm_process"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_models import write_random_folder
-from training import MEGALAUNCH
+from warm_process import MEGALAUNCH
 
 MILLION = 1_000_000
 # Above what the proof reads with transformers, which holds a model whole.

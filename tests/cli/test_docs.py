@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from warm_commands import WarmCommands
+from warm_process import MEGALAUNCH
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs/dev").glob("*.md"))
@@ -55,11 +56,9 @@ TRANSCRIPTS = sorted(
 )
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmCommands]:
-    commands = WarmCommands()
-    yield commands
-    commands.close()
+def run(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [*MEGALAUNCH, *arguments]
+    return subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda page: page.name)
@@ -76,7 +75,7 @@ def test_named_files_exist(page):
 
 
 @pytest.mark.parametrize("arguments", sorted(ALL_COMMANDS), ids=" ".join)
-def test_commands_are_valid(arguments, tmp_path, warm):
+def test_commands_are_valid(arguments, tmp_path):
     """train is checked up to the launch; commands that need a trained run are held to their options only."""
     write_files(ALL_COMMANDS[arguments], tmp_path)
     arguments = [argument for argument in arguments if argument != "--prepare-only"]
@@ -86,21 +85,21 @@ def test_commands_are_valid(arguments, tmp_path, warm):
             (tmp_path / name).mkdir()
             (tmp_path / name / "a.txt").write_text("some text\n")
     if arguments[0] == "train":
-        done = warm.run([*arguments, "--dry-run"], tmp_path)
+        done = run([*arguments, "--dry-run"], tmp_path)
     elif arguments[0] in ("watch", "generate", "evaluate", "preprocess"):
-        shown = warm.run([arguments[0], "--help"], tmp_path).stdout
+        shown = run([arguments[0], "--help"], tmp_path).stdout
         assert all(argument in shown for argument in arguments if argument.startswith("--"))
         return
     else:
-        done = warm.run(arguments, tmp_path)
+        done = run(arguments, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("page", "transcript"), TRANSCRIPTS, ids=[text.splitlines()[0] for _, text in TRANSCRIPTS])
-def test_printed_output_is_real(page, transcript, tmp_path, warm):
+def test_printed_output_is_real(page, transcript, tmp_path):
     write_files(page, tmp_path)
     command, _, printed = transcript.partition("\n")
-    done = warm.run(shlex.split(command)[2:], tmp_path)
+    done = run(shlex.split(command)[2:], tmp_path)
     said = done.stdout + done.stderr
     for folder in (ROOT, tmp_path):  # pages name no checkout's place
         said = said.replace(f"{folder}/", "")
@@ -117,10 +116,10 @@ RULES = re.findall(
 
 # All are made by the checker itself (test_reference.py); a few tell whether the command prints what they show.
 @pytest.mark.parametrize(("command", "printed"), RULES[3::60], ids=[command for command, _ in RULES[3::60]])
-def test_an_example_of_a_rule_is_what_the_command_prints(command, printed, tmp_path, warm):
+def test_an_example_of_a_rule_is_what_the_command_prints(command, printed, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/a.txt").write_text("some text\n")
-    done = warm.run(shlex.split(command), tmp_path)
+    done = run(shlex.split(command), tmp_path)
     assert printed.strip() in done.stdout + done.stderr
 
 

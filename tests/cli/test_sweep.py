@@ -13,8 +13,9 @@ import time
 import pytest
 import typer
 from launching import events_of, wait_until
-from training import MEGALAUNCH, make_corpus
+from training import make_corpus
 from typer.testing import CliRunner
+from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.config.compose import compose

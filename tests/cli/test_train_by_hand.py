@@ -10,7 +10,8 @@ import subprocess
 
 import pytest
 from launching import steps_of, wait_until
-from training import MEGALAUNCH, tiny_overrides
+from training import tiny_overrides
+from warm_process import MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome

@@ -11,7 +11,8 @@ import pytest
 from h100_stand_in import start_on_h100
 from launching import steps_of, wait_until
 from several_nodes import ended_processes, free_ports, indexed_job, slurm_step, torchrun_variables
-from training import MEGALAUNCH, tiny_overrides
+from training import tiny_overrides
+from warm_process import MEGALAUNCH
 
 from megalaunch.launch.process import descendants, send_signal
 from megalaunch.rundir.outcome import read_outcome

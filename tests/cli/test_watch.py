@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 from launching import launched, run_fake, run_of, steps_of, tiny_spec, wait_until
-from training import MEGALAUNCH
 from typer.testing import CliRunner
+from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.launch.directory import lock_run

@@ -18,8 +18,8 @@ import pytest
 from browser import DESKTOP, PHONE, open_browser
 from slow_cases import slow_but
 from tiny_run import tiny_spec
-from training import MEGALAUNCH
 from typer.testing import CliRunner
+from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.rundir.events import record_event

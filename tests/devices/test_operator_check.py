@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from installed_package import install_package
-from training import MEGALAUNCH
 from txda_device import build_txda
+from warm_process import COLD_MEGALAUNCH
 
 PLUGIN = """
 from megalaunch.platform.overrides import Override
@@ -82,7 +82,7 @@ def check(folder: Path, entry: str, platform: str = "txda") -> subprocess.Comple
     files = {"vendor/plugin.py": PLUGIN, "vendor/norm.py": NORM, "vendor/modules.py": MODULES}
     install_package(folder, files, {"megalaunch.overrides": {"vendor": f"vendor.plugin:{entry}"}})
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{build_txda()}"}
-    command = [*MEGALAUNCH, "platform", "check", platform]
+    command = [*COLD_MEGALAUNCH, "platform", "check", platform]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from installed_package import install_package
-from training import MEGALAUNCH
 from txda_device import build_txda
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
@@ -87,7 +87,13 @@ def site(tmp_path_factory) -> Path:
 def run(site: Path, folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*MEGALAUNCH, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*COLD_MEGALAUNCH, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout

@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from training import MEGALAUNCH, make_corpus
+from training import make_corpus
 from txda_device import build_txda
+from warm_process import MEGALAUNCH
 
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory

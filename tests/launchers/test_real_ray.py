@@ -10,8 +10,9 @@ import subprocess
 import pytest
 from cluster_runs import LENGTH, STEPS, agents, losses_of, processes, started, workers
 from launching import steps_of, wait_until
-from training import MEGALAUNCH, tiny_overrides
+from training import tiny_overrides
 from typer.testing import CliRunner
+from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.rundir.outcome import read_outcome

@@ -10,7 +10,8 @@ import pytest
 from cluster_runs import LENGTH, STEPS, call, losses_of
 from launching import steps_of, wait_until
 from mini_slurm import mini_slurm
-from training import MEGALAUNCH, tiny_overrides
+from training import tiny_overrides
+from warm_process import MEGALAUNCH
 
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory

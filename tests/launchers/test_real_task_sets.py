@@ -19,7 +19,8 @@ from mini_kubelet import running_pods
 from mini_slurm import mini_slurm
 from mini_ssh import mini_ssh
 from token_files import sentences, small_tokenizer, write_jsonl
-from training import MEGALAUNCH, make_corpus
+from training import make_corpus
+from warm_process import MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.launchers.record import read_record

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from training import MEGALAUNCH
+from warm_process import MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.jsonl import read_lines

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from warm_process import PROGRAMS
 
 from megalaunch.launch.process import descendants, find_process, is_alive, kill_all
 from megalaunch.rundir.jsonl import read_lines
@@ -46,6 +47,7 @@ for line in failure_report(spec, directory, end):
     print(line, file=sys.stderr)
 sys.exit(end.outcome.exit_code)
 """
+PROGRAMS.add(_PROGRAM)
 
 
 def tiny_spec(**values: Any) -> RunSpec:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalaunch.launch.process import descendants, kill_all
+from warm_process import MEGALAUNCH
 
-MEGALAUNCH = (sys.executable, "-c", "from megalaunch.cli.main import main; main()")
+from megalaunch.launch.process import descendants, kill_all
 
 
 def make_corpus(folder: Path, documents: int = 12) -> Path:

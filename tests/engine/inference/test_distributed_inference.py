@@ -16,8 +16,8 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from tiny_run import TEXT, make_run
 from token_files import write_letters
-from training import MEGALAUNCH
 from typer.testing import CliRunner
+from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.engine.inference.batch_generation import TextDelta

@@ -16,7 +16,7 @@ import torch
 from family_variants import load
 from paths import ROOT
 from smollm2 import is_installed, write_folder
-from training import MEGALAUNCH
+from warm_process import MEGALAUNCH
 
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
