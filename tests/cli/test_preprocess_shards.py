@@ -4,12 +4,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from token_files import sentences, small_tokenizer, write_jsonl
+from warm_process import MEGALAUNCH
 
 from megalaunch.launch.process import descendants, is_alive
 
@@ -24,7 +24,7 @@ def options(tmp_path) -> list[str]:
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megalaunch", "preprocess", *map(str, arguments)]
+    command = [*MEGALAUNCH, "preprocess", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, start_new_session=True, **pipes)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from paths import ROOT
+from warm_process import PROGRAMS
 
 _PROGRAM = """
 import functools, os, sys
@@ -27,6 +28,7 @@ node.NodeAgent = functools.partial(node.NodeAgent, worker_module="fake_worker")
 sys.argv = ["megalaunch", *sys.argv[2:]]
 main()
 """
+PROGRAMS.add(_PROGRAM)
 
 
 def environment(**more: str) -> dict[str, str]:
