@@ -50,7 +50,7 @@ def sweep(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,
     trial: Annotated[int | None, typer.Option(min=1, help="Run only this trial here, and do not rank.")] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when the scheduler of launcher= has the trials.")
+        bool, typer.Option("--detach", help="Return when launcher= has the trials: see status, logs and stop.")
     ] = False,
 ) -> None:
     """Run the points of a sweep one after the other, or by launcher=slurm, ssh, ray or kubernetes, and rank them.
@@ -100,11 +100,14 @@ def _show_points(request: Request, as_json: bool, detach: bool) -> None:
 
 
 def _run(request: Request, as_json: bool, trial: int | None, detach: bool) -> NoReturn:
+    from megalaunch.runs.errors import fail
     from megalaunch.runs.required_packages import require_training_packages
     from megalaunch.runs.sweep.plan import plan_sweep
     from megalaunch.runs.sweep.run import run_elsewhere, run_sweep, run_trial
 
     planned = plan_sweep(request, starts=True)
+    if detach and not planned.elsewhere:
+        fail("--detach needs a launcher\nfix:  launcher=slurm, ssh, ray or kubernetes; or leave --detach out")
     if planned.elsewhere and trial is None:
         run_elsewhere(planned, detach)
         raise typer.Exit(int(run_sweep(planned, as_json)))

@@ -27,8 +27,9 @@ class LocalTasks:
         commands = [*map(tasks.arguments, tasks.numbers), tasks.final]
         return "".join(shlex.join(["megalaunch", *arguments]) + "\n" for arguments in commands)
 
-    def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
+    def run(self, tasks: TaskSet, note: Callable[[str], None], started: Callable[[], None]) -> FailedTask | None:
         """Run the tasks up to the first that fails; one whose process is killed is run once more."""
+        started()
         for number in tasks.numbers:
             for attempt in range(1, ATTEMPTS + 1):
                 code = _run(tasks, number)

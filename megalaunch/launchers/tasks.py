@@ -76,8 +76,13 @@ class TaskRunner(Protocol):
     def manifest(self, tasks: TaskSet) -> str:
         """Return exactly what would run. Raises LauncherError."""
 
-    def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
-        """Run all tasks; None if all have succeeded. Raises LauncherError, KeyboardInterrupt with no task left."""
+    def run(self, tasks: TaskSet, note: Callable[[str], None], started: Callable[[], None]) -> FailedTask | None:
+        """Run all tasks; None if all have succeeded. Raises LauncherError, KeyboardInterrupt with no task left.
+
+        Args:
+            note: called with each note to the user.
+            started: called once, when the record is written and the place of the tasks has answered.
+        """
 
 
 class TaskScheduler(Protocol):

@@ -143,6 +143,11 @@ class RunDirectory:
         """Output of the command on a node that was started by ssh; `*`: the pattern of all."""
         return self.logs / f"node_{node}.log"
 
+    @property
+    def command_log(self) -> Path:
+        """Output of a command with `--detach` that continues in the background."""
+        return self.logs / "command.log"
+
     def task_log(self, number: int | str) -> Path:
         """Output of an independent task; `*`: the pattern of all."""
         return self.logs / f"task_{number}.out"

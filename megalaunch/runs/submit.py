@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from megalaunch.fs import make_directory
+from megalaunch.launch.background import continue_in_background
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.record import read_record
 from megalaunch.launchers.select_launcher import select_launcher
@@ -64,13 +65,14 @@ def submit_run(planned: PreparedRun, detach: bool, stop: StopSignals) -> ExitCod
     """Submit the run, and show it until it ends; return its exit code.
 
     Args:
-        detach: return when the job is submitted.
+        detach: return when the job is submitted; a job that ends with its process continues in the background.
     """
     directory = planned.directory
     _refuse_second_job(directory)
     view = JobView(planned.spec, directory)
     try:
         launcher = select_launcher(planned.spec.launcher.name)
+        background = continue_in_background() if detach and launcher.attached else None
         if planned.decision.action == "start":
             make_directory(directory.root)
             write_spec(planned.spec, directory.spec)  # for `watch`; node 0 adds the paths of the prepared data
@@ -82,9 +84,10 @@ def submit_run(planned: PreparedRun, detach: bool, stop: StopSignals) -> ExitCod
     nodes = f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
     typer.echo(f"submitted job {record.id} to {record.launcher}: {nodes}, output in {record.output}")
     if detach:
-        shown = shlex.quote(str(directory.root))
-        typer.echo(f"next: megalaunch watch {shown}, status, logs or stop")
-        return ExitCode.DONE
+        typer.echo(f"next: megalaunch watch {shlex.quote(str(directory.root))}, status, logs or stop")
+        if background is None:
+            return ExitCode.DONE
+        background.leave_terminal(directory.command_log)
     status = follow_job(view, launcher, record, stop)
     return print_end(view, launcher, record, status)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 
 from megalaunch.launch.agent import last_lines
+from megalaunch.launch.background import Background, continue_in_background
 from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record
 from megalaunch.launchers.select_launcher import select_launcher, select_task_launcher
@@ -53,11 +57,8 @@ def check_task_launcher(settings: LauncherSpec, detach: bool) -> TaskRunner | Ta
         launcher = select_task_launcher(settings, detach)
     except LauncherError as error:
         fail(error.text())
-    if detach and launcher.attached:
-        fail(
-            f"launcher={settings.name} ends its tasks when this command ends\n"
-            "fix:  nohup or tmux keep it running; launcher=slurm and kubernetes submit them"
-        )
+    if detach and settings.name == "local":
+        fail("--detach needs a launcher\nfix:  launcher=slurm, ssh, ray or kubernetes; or leave --detach out")
     return launcher
 
 
@@ -76,14 +77,15 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
     Where a scheduler has submitted them, it runs the final command too, and this command ends with its exit code.
 
     Args:
-        detach: end the command when the tasks are submitted.
+        detach: end the command when the tasks are submitted; on hosts and on Ray, a process in the background returns.
         note: called with each note to the user.
     """
     launcher = check_task_launcher(tasks.settings, detach)
     try:
         _refuse_second_job(tasks, launcher)
         if launcher.attached:
-            failed = launcher.run(tasks, note)
+            background = continue_in_background() if detach else None
+            failed = launcher.run(tasks, note, partial(_say_started, tasks, background))
             if failed is not None and failed.log is not None:
                 _print_log(failed.log)
             return failed
@@ -94,10 +96,22 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
         fail(f"{tasks.directory} cannot be written ({error.strerror})")
     typer.echo(f"submitted to {record.launcher}: {_jobs(record, progress)}; output in {record.output}")
     if detach:
-        shown = shlex.quote(str(tasks.directory))
-        typer.echo(f"next: megalaunch status {shown}, logs or stop")
+        _say_next(tasks)
         raise typer.Exit(0)
     _show_to_the_end(tasks, record, progress)
+
+
+def _say_started(tasks: TaskSet, background: Background | None) -> None:
+    """Let the command end, and continue in the background."""
+    if background is not None:
+        log = RunDirectory(tasks.directory).command_log
+        typer.echo(f"{tasks.settings.name}: the tasks run, held by process {os.getpid()} here; output in {log.parent}")
+        _say_next(tasks)
+        background.leave_terminal(log)
+
+
+def _say_next(tasks: TaskSet) -> None:
+    typer.echo(f"next: megalaunch status {shlex.quote(str(tasks.directory))}, logs or stop")
 
 
 def _refuse_second_job(tasks: TaskSet, launcher: TaskRunner | TaskScheduler) -> None:
@@ -105,9 +119,11 @@ def _refuse_second_job(tasks: TaskSet, launcher: TaskRunner | TaskScheduler) -> 
     record = read_record(RunDirectory(tasks.directory).job)
     if record is None:
         return
-    before = select_launcher(record.launcher)
-    if launcher.attached and (before.attached or record.launcher != tasks.settings.name):
+    if launcher.attached and record.launcher != tasks.settings.name:
         return
+    before = select_launcher(record.launcher)
+    if before.attached and record.host != socket.gethostname():
+        return  # whether that process lives is not known here
     status = before.status(record)
     if status.phase in ("pending", "running"):
         shown = shlex.quote(str(tasks.directory))

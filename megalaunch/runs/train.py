@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.installation import install_command
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.runs.errors import fail
 from megalaunch.runs.prepare_run import command_lines, prepare_data, refuse_directory
@@ -15,6 +17,7 @@ from megalaunch.runs.required_packages import require_optional_packages
 
 if TYPE_CHECKING:
     from megalaunch.launch.announcement import Announcement
+    from megalaunch.launch.background import Background
     from megalaunch.launch.local import Launch
     from megalaunch.launch.lock import RunLock
     from megalaunch.launch.stop import StopSignals
@@ -42,20 +45,20 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
     Args:
         planned: from `prepare_run`.
         prepare_only: write spec.yaml and print the commands of the agents; start nothing.
-        detach: return when a job of another launcher is submitted.
+        detach: return when the job is submitted, or when the data is prepared; a run of this machine continues in
+            the background.
     """
     from megalaunch.launch.announcement import Announcement
+    from megalaunch.launch.background import continue_in_background
     from megalaunch.launch.directory import RunDirectoryError, lock_run, unlock_run
     from megalaunch.launch.display.summary import finished_report
     from megalaunch.launch.lock import RunLocked
     from megalaunch.runs.several_nodes import join_run, start_by_srun
 
     place = planned.place
-    if detach and planned.start != "job":
-        fail("--detach needs a launcher that submits jobs\nfix:  launcher=slurm or kubernetes, or leave --detach out")
-    if detach and planned.spec.launcher.name in ("ssh", "ray"):
-        name = planned.spec.launcher.name
-        fail(f"launcher={name} ends its nodes when this command ends\nfix:  nohup or tmux keeps it; leave --detach out")
+    if detach and (prepare_only or planned.start not in ("job", "here")):
+        what = "--prepare-only starts nothing" if prepare_only else "the job of this allocation holds the run"
+        fail(f"{what}, so there is nothing to detach\nfix:  leave --detach out")
     if planned.decision.action == "report":
         if place is None or place.rank == 0:
             _echo(finished_report(planned.spec, planned.directory, planned.state))
@@ -70,6 +73,7 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
         require_optional_packages(planned.spec)
     if place is not None and place.rank > 0:
         return join_run(planned.spec, planned.directory, place, planned.machine.cores, stop)
+    background = continue_in_background() if detach else None
     try:
         lock = lock_run(planned.directory)
     except RunDirectoryError as error:
@@ -84,11 +88,21 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
                 planned = replace(planned, spec=prepare_data(planned))
                 return _launch_first_node(planned, place, announcement, lock, stop)
         planned = replace(planned, spec=prepare_data(planned))
+        _leave_terminal(planned.directory, background)
         return _write_spec(planned) if prepare_only else _launch(planned, lock, stop)
     except RunDirectoryError as error:
         refuse_directory(error)
     finally:
         unlock_run(planned.directory, lock)
+
+
+def _leave_terminal(directory: RunDirectory, background: Background | None) -> None:
+    """Continue in the background if that was asked for."""
+    directory.command_log.unlink(missing_ok=True)  # of an earlier launch
+    if background is not None:
+        typer.echo(f"the run continues in process {os.getpid()}; output in {directory.command_log}")
+        typer.echo(f"next: megalaunch watch {shlex.quote(str(directory.root))}, logs or stop")
+        background.leave_terminal(directory.command_log)
 
 
 def _write_spec(planned: PreparedRun) -> ExitCode:
@@ -154,7 +168,7 @@ def _plot(spec: RunSpec, directory: RunDirectory) -> None:
         plot_run(directory, str(spec.run.name))
         plot_experts(directory, str(spec.run.name))
     except ImportError:
-        _echo(["note: no plot: matplotlib is not installed (pip install 'megalaunch[train]')"])
+        _echo([f"note: no plot: matplotlib is not installed ({install_command('megalaunch[train]')})"])
     except OSError as error:
         _echo([f"note: no plot: {error}"])
 

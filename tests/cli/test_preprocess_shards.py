@@ -172,10 +172,9 @@ def test_a_bad_record_ends_the_command_with_the_shard_and_how_to_run_it_alone(tm
         (("--merge",), 2, _NO_COUNT),
         (("launcher=slurm",), 2, _NO_COUNT),
         (("--shards", 2, "--shard", 1, "launcher=slurm"), 2, "--shard and --merge are for one machine: leave out "),
-        (("--shards", 2, "--detach"), 2, "error: launcher=local ends its tasks when this command ends\nfix:  nohup "),
+        (("--shards", 2, "--detach"), 2, "error: --detach needs a launcher\nfix:  launcher=slurm, ssh, ray or kube"),
         (("--shards", 2, "launcher=slrum"), 2, "error: launcher  [config.schema]\n  there is no launcher=slrum; did "),
         (("--shards", 2, "launcher=kubernetes"), 2, "error: launcher.kubernetes.image is not set\nfix:  give an image"),
-        (("--shards", 2, "launcher=ray", "--detach"), 2, "error: launcher=ray ends its tasks when this command ends\n"),
         (("--shards", 2, *_PODS, "launcher.kubernetes.volumes=[a]"), 2, "error: launcher.kubernetes.volumes "),
         (
             ("--shards", 2, *_PODS, "launcher.kubernetes.environment=[TOKEN=a]"),

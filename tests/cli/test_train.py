@@ -11,7 +11,7 @@ import time
 
 import pytest
 import typer
-from launching import events_of, steps_of
+from launching import events_of, steps_of, wait_until
 from made_specs import composed, resolved
 from paths import ROOT
 from training import tiny_overrides, train_tiny
@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 from megalaunch.engine.api import deep_plan
 from megalaunch.engine.process_group import local_device
-from megalaunch.launch.directory import lock_run
+from megalaunch.launch.directory import lock_run, run_is_locked
+from megalaunch.launch.lock import read_holder
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.required_packages import require_optional_packages
@@ -222,6 +223,24 @@ def test_preparing_only(folder):
     secret = folder / "run" / "rendezvous.json"
     assert secret.stat().st_mode & 0o777 == 0o600
     assert not any(part in result.stdout for part in json.loads(secret.read_text()).values())
+
+
+def test_a_detached_run_continues_until_it_is_stopped(folder):
+    run = RunDirectory(folder / "run")
+    code, out, err = train_tiny(folder, "train.steps=3000", "--detach")
+    assert (code, err) == (0, "")
+    holder = read_holder(run.lock).pid
+    continues, what_next = out.splitlines()[-2:]
+    assert continues == f"the run continues in process {holder}; output in {run.command_log}"
+    assert what_next == f"next: megalaunch watch {run.root}, logs or stop"
+    wait_until(lambda: len(steps_of(run)) > 3, 60)
+    assert train_tiny(folder, "train.steps=3000", "--detach")[0] == 2  # the directory is in use
+    assert CliRunner().invoke(app, ["stop", str(run.root)]).exit_code == 0
+    wait_until(lambda: not run_is_locked(run), 60)
+    assert read_outcome(run.outcome).exit_code == 75
+    logs = CliRunner().invoke(app, ["logs", str(run.root)]).stdout
+    assert f"==> {run.command_log} <==" in logs
+    assert "step    1/3000" in logs
 
 
 def test_a_whole_run_then_its_report_then_its_extension(folder):

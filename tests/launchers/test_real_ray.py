@@ -12,7 +12,7 @@ from cluster_runs import LENGTH, STEPS, agents, losses_of, processes, started, w
 from launching import steps_of, wait_until
 from training import tiny_overrides
 from typer.testing import CliRunner
-from warm_process import MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.rundir.outcome import read_outcome
@@ -54,7 +54,7 @@ def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(c
     assert processes(str(run.root), "-m megalaunch") == []
     local = RunDirectory(tmp_path / "local/run")
     names = tiny_overrides(tmp_path / "local", "cluster.devices_per_node=2", *LENGTH, shared=tmp_path)
-    subprocess.run([*MEGALAUNCH, "train", *names], cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    subprocess.run([*COLD_MEGALAUNCH, "train", *names], cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert len(losses_of(run)) == STEPS
     assert losses_of(run) == losses_of(local)
 
@@ -83,7 +83,7 @@ def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
 def test_what_the_cluster_has_not_is_named(cluster, tmp_path):
     more = ("cluster.nodes=3", "batch.global_batch_size=6", "launcher.ray.placement_timeout=2")
     overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *more)
-    done = subprocess.run([*MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COLD_MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert (
         "the Ray cluster has 2 nodes, and not 3 with 1 CPU free\nfix:  `ray status` shows what is used" in done.stderr
@@ -103,15 +103,9 @@ def test_a_dry_run_prints_the_placement_group_and_the_orders(tmp_path, monkeypat
     assert "canary-of-a-token" not in done.output
 
 
-def test_a_run_of_ray_is_not_detached(tmp_path):
-    done = CliRunner().invoke(app, ["train", *tiny_overrides(tmp_path, *_RAY, "--detach")])
-    assert done.exit_code == 2
-    assert "launcher=ray ends its nodes when this command ends\nfix:  nohup or tmux" in done.stderr
-
-
 def test_an_address_without_a_cluster_is_named(tmp_path):
     pytest.importorskip("ray")
     overrides = tiny_overrides(tmp_path, *_RAY, "launcher.ray.address='no port'")
-    done = subprocess.run([*MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COLD_MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "error: Ray does not connect to no port: " in done.stderr

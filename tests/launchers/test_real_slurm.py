@@ -11,7 +11,7 @@ from cluster_runs import LENGTH, STEPS, call, losses_of
 from launching import steps_of, wait_until
 from mini_slurm import mini_slurm
 from training import tiny_overrides
-from warm_process import MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -64,7 +64,7 @@ def test_stop_saves_and_the_job_is_not_queued_again(slurm, tmp_path):
     run = RunDirectory(tmp_path / "run/run")
     overrides = overrides_of(tmp_path, "launcher=slurm", "cluster.nodes=2", "train.steps=2000")
     shown = subprocess.Popen(
-        [*MEGALAUNCH, "train", *overrides],
+        [*COLD_MEGALAUNCH, "train", *overrides],
         cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)

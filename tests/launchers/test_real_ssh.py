@@ -12,6 +12,7 @@ from launching import steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
 
+from megalaunch.launchers.record import read_record
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -107,6 +108,25 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
     assert f"==> {run.node_log(1)} <==" in output
 
 
+@pytest.mark.slow
+def test_a_detached_run_continues_in_the_background_until_it_is_stopped(hosts, tmp_path):
+    run = RunDirectory(tmp_path / "run/run")
+    overrides = overrides_of(tmp_path, *hosts, "train.steps=3000")
+    code, output = call(tmp_path, "train", *overrides, "--detach")
+    assert code == 0, output
+    holder = read_record(run.job).id
+    assert f"submitted job {holder} to ssh: 2 nodes, output in {run.root}/logs/node_*.log\nnext: " in output
+    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
+    code, output = call(tmp_path, "train", *overrides)
+    assert (code, f"has job {holder} already: RUNNING" in output) == (2, True), output
+    assert call(tmp_path, "stop", str(run.root))[0] == 0
+    wait_until(lambda: "  state    ENDED (" in call(tmp_path, "status", str(run.root))[1], 60)
+    assert read_outcome(run.outcome).exit_code == 75
+    assert run.checkpoint(read_outcome(run.outcome).step).is_dir()
+    assert on_the_hosts(run) == []
+    assert "stopped by a signal; the run can be resumed" in call(tmp_path, "logs", str(run.root))[1]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -116,7 +136,7 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
     ],
 )
 def test_a_host_that_cannot_take_part_is_named(hosts, tmp_path, more, message):
-    code, output = call(tmp_path, "train", *overrides_of(tmp_path, *hosts, more), seconds=60)
+    code, output = call(tmp_path, "train", *overrides_of(tmp_path, *hosts, more), "--detach", seconds=60)
     assert code == 2, output
     assert message in output
     assert "\nfix:  " in output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mini_slurm import mini_slurm
 from mini_ssh import mini_ssh
 from token_files import sentences, small_tokenizer, write_jsonl
 from training import make_corpus
-from warm_process import MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.launchers.record import read_record
@@ -113,7 +114,7 @@ class Started:
 
     def __init__(self, folder, *arguments):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = subprocess.Popen([*MEGALAUNCH, *arguments], cwd=folder, start_new_session=True, **pipes)
+        self.process = subprocess.Popen([*COLD_MEGALAUNCH, *arguments], cwd=folder, start_new_session=True, **pipes)
 
     def __enter__(self):
         return self.process
@@ -190,6 +191,38 @@ def test_a_killed_shard_is_run_again_on_hosts_and_on_a_ray_cluster(place, reques
     assert "(4 of 4)\n" in output
     assert "4 shards verified and merged\n4,000 documents, " in output
     assert token_bytes(corpus, place) == token_bytes(corpus, "alone")
+
+
+@pytest.mark.parametrize("place", ["hosts", "ray_cluster"])
+def test_detached_shards_continue_in_the_background(place, request, corpus):
+    name, launcher = f"apart_{place}", request.getfixturevalue(place)
+    words, folder = (*preprocess(name), *_SHARDS, *launcher), corpus / f"{name}_job"
+    code, output = call(corpus, *words, "--detach")
+    record = read_record(RunDirectory(folder).job)
+    holds = f"{record.launcher}: the tasks run, held by process {record.id} here; output in {folder}/logs"
+    assert (code, output) == (0, f"{holds}\nnext: megalaunch status {shlex.quote(str(folder))}, logs or stop\n")
+    pid = stop_shard(corpus, name, 2)
+    assert f"  state    RUNNING (held by process {record.id} on " in call(corpus, "status", folder.name)[1]
+    code, output = call(corpus, *words)
+    assert (code, f"{folder.name} has job {record.id} already" in output) == (2, True), output
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "  state    ENDED (" in call(corpus, "status", folder.name)[1], 120)
+    logs = call(corpus, "logs", folder.name)[1]
+    assert "killed by signal 9" in logs
+    assert logs.count("4 shards verified and merged\n4,000 documents, ") == 1
+    assert token_bytes(corpus, name) == token_bytes(corpus, "alone")
+
+
+def test_detached_shards_on_hosts_are_stopped_and_the_same_command_continues(hosts, corpus):
+    words = (*preprocess("halted"), *_SHARDS, *hosts)
+    assert call(corpus, *words, "--detach")[0] == 0
+    stop_shard(corpus, "halted", 1)
+    assert call(corpus, "stop", "halted_job")[0] == 0
+    wait_until(lambda: "  state    ENDED (" in call(corpus, "status", "halted_job")[1], 60)
+    assert not processes("preprocess --shard", "--output-prefix halted ")
+    code, output = call(corpus, *words)
+    assert code == 0, output
+    assert token_bytes(corpus, "halted") == token_bytes(corpus, "alone")
 
 
 def test_a_lost_host_gives_its_shard_to_another(hosts, corpus):

@@ -216,10 +216,10 @@ def test_what_is_no_run_has_no_job(tmp_path):
     assert call("list", tmp_path / "absent").exit_code == 2
 
 
-def test_detach_needs_a_launcher_that_submits(tmp_path):
-    done = call("train", *tiny_overrides(tmp_path), "--detach")
+def test_without_a_start_there_is_nothing_to_detach(tmp_path):
+    done = call("train", *tiny_overrides(tmp_path), "--detach", "--prepare-only")
     assert done.exit_code == 2
-    assert "--detach needs a launcher that submits jobs\nfix:  launcher=slurm or kubernetes" in done.stderr
+    assert "--prepare-only starts nothing, so there is nothing to detach\nfix:  leave --detach out" in done.stderr
 
 
 def test_no_secret_of_the_environment_is_written(slurm, tmp_path, monkeypatch):

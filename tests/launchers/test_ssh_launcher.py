@@ -117,12 +117,6 @@ def test_without_ssh_the_command_says_so(tmp_path, monkeypatch):
     assert "ssh is not found on this machine\nfix:  install the client of OpenSSH" in done.stderr
 
 
-def test_what_ends_with_its_command_is_not_detached(ssh, tmp_path):
-    done = train(tmp_path, "--detach")
-    assert done.exit_code == 2
-    assert "launcher=ssh ends its nodes when this command ends\nfix:  nohup or tmux" in done.stderr
-
-
 def test_a_job_of_another_machine_is_asked_for_there():
     record = JobRecord("ssh", 1, "x", 2, 0.0, "elsewhere", "")
     with pytest.raises(LauncherError, match="process 1 on elsewhere holds the job"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from warm_process import MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.jsonl import read_lines
@@ -20,7 +20,7 @@ LENGTH = (f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "schedule.war
 
 def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]:
     """A command of megalaunch in the folder; its exit code and output."""
-    done = subprocess.run([*MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run([*COLD_MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -30,7 +30,7 @@ def started(folder: Path, *overrides: str, inside: Sequence[str] = ()) -> Iterat
 
     `inside` begins the command line, such as with the namespace that it runs in.
     """
-    command = [*inside, *MEGALAUNCH, "train", *overrides]
+    command = [*inside, *COLD_MEGALAUNCH, "train", *overrides]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process

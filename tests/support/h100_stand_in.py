@@ -49,9 +49,9 @@ def on_h100(devices: int, folder: Path, *command: str) -> subprocess.CompletedPr
 
 
 def start_on_h100(devices: int, folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
-    """Start megalaunch on a machine with as many H100 and further variables."""
+    """Start megalaunch so, with further variables: not as a fork, whose command line and variables are others."""
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(devices), *command],
+        [sys.executable, "-u", "-c", _PROGRAM, str(devices), *command],
         cwd=folder,
         env=environment(**more),
         stdout=subprocess.PIPE,

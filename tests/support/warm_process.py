@@ -1,9 +1,9 @@
 """`WarmPopen`: `subprocess.Popen` for commands of megalaunch, forked from this process, which has imported torch.
 
 The imports of a command and of the agent that it starts take 9 s of a core, and the launch of a tiny run is otherwise
-3 s. A fork has its own process, parent, folder, environment, files, signals and exit code; also the agents, trackers
-and trials that it starts are forks. It shares what this process has imported and cached. So what a real start does
-(variables that imports read, plug-ins, what is imported at all) is for tests of the real command.
+3 s. A fork has its own process, parent, folder, environment, files, signals and exit code; also the agents and trackers
+that it starts are forks. It shares what this process has imported and cached, and /proc shows the command line and the
+first environment of this process: tests of imports, of plug-ins and of what /proc shows start COLD_MEGALAUNCH.
 """
 
 from __future__ import annotations

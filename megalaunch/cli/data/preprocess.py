@@ -97,7 +97,7 @@ ShardNumber = Annotated[
 ]
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what --shards would submit or run, and end.")]
-Detach = Annotated[bool, typer.Option("--detach", help="Return when the scheduler has the shards; do not show them.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return when launcher= has the shards; do not show them.")]
 
 preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

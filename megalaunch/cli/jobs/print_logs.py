@@ -17,11 +17,11 @@ _ASK_SECONDS = 5.0
 
 
 def log_files(job: RunJob, rank: int | None) -> list[Path]:
-    """Return the log of a rank; without one the output of the job, or of the agent of a run without a job."""
+    """Return the log of a rank; without one the output of the job, or of the agent and the command of a run without."""
     if rank is not None:
         paths = [job.directory.rank_log(rank)]
     elif job.record is None:
-        paths = [job.directory.agent_log]
+        paths = [job.directory.agent_log, job.directory.command_log]
     else:
         paths = select_launcher(job.record.launcher).output(job.record)
     return [path for path in paths if path.exists()]

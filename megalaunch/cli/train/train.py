@@ -47,7 +47,7 @@ def train(
         typer.Option("--prepare-only", help="Prepare the data, write spec.yaml, print the commands; start nothing."),
     ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when the job is submitted (launcher=slurm, kubernetes): see watch.")
+        bool, typer.Option("--detach", help="Return when the job or the run has started: see watch, logs and stop.")
     ] = False,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run a sweep, as `megalaunch sweep` with the same overrides.")
@@ -73,7 +73,7 @@ def train(
     if multirun:
         from megalaunch.cli.sweep import sweep
 
-        sweep(typed, dry_run=dry_run)
+        sweep(typed, dry_run=dry_run, detach=detach)
         return
     if rehearse or run_dir is not None:
         _require_only_rehearsal(rehearse, prepare_only)

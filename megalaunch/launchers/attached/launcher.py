@@ -70,12 +70,14 @@ class AttachedLauncher(ABC):
         return f"job {record.id} {'saves a checkpoint and ends' if saves else 'ends'}"
 
     def output(self, record: JobRecord) -> list[Path]:
-        """Return the output of each node, in their order."""
+        """Return the output of each node or task, in their order, and of the command if it is in the background."""
         pattern = Path(record.output)
         if record.is_task_set:
-            return sorted(pattern.parent.glob(pattern.name), key=task_number)
-        paths = (pattern.with_name(pattern.name.replace("*", str(node))) for node in range(record.nodes))
-        return [path for path in paths if path.exists()]
+            paths = sorted(pattern.parent.glob(pattern.name), key=task_number)
+        else:
+            paths = [pattern.with_name(pattern.name.replace("*", str(node))) for node in range(record.nodes)]
+        command = pattern.with_name(RunDirectory(Path()).command_log.name)
+        return [path for path in (*paths, command) if path.exists()]
 
     def new_lines(self, record: JobRecord) -> list[str]:
         """Return nothing: the output of the nodes comes to this machine."""

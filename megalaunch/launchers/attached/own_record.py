@@ -24,4 +24,5 @@ def write_attached_record(directory: RunDirectory, record: JobRecord) -> None:
     """Write the record into a directory that may be new, with its folder of logs. Raises OSError."""
     make_directory(directory.root)
     make_directory(directory.logs)
+    directory.command_log.unlink(missing_ok=True)  # of an earlier job
     write_record(directory.job, record)

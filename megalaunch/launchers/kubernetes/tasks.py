@@ -45,7 +45,7 @@ class KubernetesTasks:
         text = _manifest(job, next_name(job), len(tasks.numbers), MODULE) if tasks.numbers else ""
         return f"{text}# here, after all tasks\n# {shlex.join(['megalaunch', *tasks.final])}\n"
 
-    def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
+    def run(self, tasks: TaskSet, note: Callable[[str], None], started: Callable[[], None]) -> FailedTask | None:
         """Create the Job and wait for its end; a task whose pod is lost or killed is started once more."""
         if not tasks.numbers:
             return None
@@ -55,6 +55,7 @@ class KubernetesTasks:
         record = submit_manifest(job, f"job/{name}", _manifest(job, name, count, MODULE), count)
         try:
             note(f"{count} tasks are submitted to Kubernetes as {record.id}")
+            started()
             return _Watched(tasks, record, note).failed_task()
         except BaseException:
             delete_job(record)

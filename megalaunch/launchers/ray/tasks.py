@@ -28,7 +28,7 @@ class RayTasks:
         lines += [shlex.join(["megalaunch", *tasks.arguments(number)]) for number in tasks.numbers]
         return "\n".join([*lines, "# here, after all tasks", shlex.join(["megalaunch", *tasks.final])]) + "\n"
 
-    def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
+    def run(self, tasks: TaskSet, note: Callable[[str], None], started: Callable[[], None]) -> FailedTask | None:
         """Let Ray run all tasks, as many at once as it has room for."""
         connect_to_ray(tasks.settings.ray.address)
         import ray
@@ -36,6 +36,7 @@ class RayTasks:
         directory = RunDirectory(tasks.directory)
         record = own_record("ray", tasks.name, 1, str(directory.task_log("*")), tasks=len(tasks.numbers))
         write_attached_record(directory, record)
+        started()
         remote = ray.remote(run_command).options(max_retries=ATTEMPTS - 1, **_options(tasks))
         python, where = tasks.settings.python, str(tasks.working_directory)
         complete = 0

@@ -56,12 +56,13 @@ class SshTasks:
             lines += [f"# task {number}", order.to_line().decode().rstrip("\n")]
         return "\n".join([*lines, "# here, after all tasks", shlex.join(["megalaunch", *tasks.final])]) + "\n"
 
-    def run(self, tasks: TaskSet, note: Callable[[str], None]) -> FailedTask | None:
+    def run(self, tasks: TaskSet, note: Callable[[str], None], started: Callable[[], None]) -> FailedTask | None:
         """Run all tasks on the hosts."""
         directory = RunDirectory(tasks.directory)
         count = len(tasks.settings.ssh.hosts)
         record = own_record("ssh", tasks.name, count, str(directory.task_log("*")), tasks=len(tasks.numbers))
         write_attached_record(directory, record)
+        started()
         pool = _Pool(tasks, directory, note)
         try:
             return pool.run()

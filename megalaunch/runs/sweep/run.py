@@ -13,6 +13,7 @@ import typer
 
 from megalaunch.config.errors import ConfigError
 from megalaunch.fs import write_file_atomically
+from megalaunch.installation import install_command
 from megalaunch.launch.directory import RunDirectoryError, create_folders, decide, inspect_run, lock_run, unlock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.lock import RunLock, RunLocked
@@ -272,7 +273,7 @@ def _tree_sampler(planned: PlannedSweep) -> TreeSampler:
 
         return TreeSampler(request.overrides.axes, request.metric, request.seed)
     except ImportError:
-        fail("--sampler tpe needs optuna\nfix:  pip install 'megalaunch[sweep]', or --sampler random")
+        fail(f"--sampler tpe needs optuna\nfix:  {install_command('megalaunch[sweep]')}, or --sampler random")
 
 
 def _results(planned: PlannedSweep) -> list[TrialResult]:
@@ -297,7 +298,8 @@ def _write(planned: PlannedSweep, results: list[TrialResult]) -> dict[str, str]:
         if draw_results(folder, results, request.metric):
             files["plot"] = str(folder.plot)
     except ImportError:
-        typer.echo("note: no plot: matplotlib is not installed (pip install 'megalaunch[train]')", err=True)
+        install = install_command("megalaunch[train]")
+        typer.echo(f"note: no plot: matplotlib is not installed ({install})", err=True)
     best = next(point for point in planned.runnable if point.number == order[0].number)
     assert best.composition is not None, "only valid points run"
     summary = f"The best of {len(order)} trials of the sweep {request.name}: {best.label}"
