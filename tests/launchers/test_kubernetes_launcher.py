@@ -88,6 +88,38 @@ def test_states(found, pods, status):
     assert job_state(found, pods) == status
 
 
+@pytest.mark.parametrize(
+    ("found", "pods", "status"),
+    [
+        (
+            {"status": {"succeeded": 2, "active": 1}},
+            [pod(0, "Succeeded", code=0), pod(1, "Running")],
+            JobStatus("running", "RUNNING", "2 of 4 tasks complete", "w0,w1"),
+        ),
+        ({}, [pod(0, "Running")], JobStatus("running", "RUNNING", "0 of 4 tasks complete", "w0")),
+        (
+            conditions("Failed"),
+            [
+                pod(0, "Succeeded", code=0),
+                pod(1, "Failed", "1", 137),
+                pod(1, "Failed", "2", 137),
+                pod(2, "Failed", code=3),
+            ],
+            JobStatus("ended", "FAILED", "", "w0,w1,w2", exit_code=3),
+        ),
+        (
+            conditions("Failed"),
+            [pod(0, "Failed", code=1), pod(1, "Failed", "1", 137), pod(1, "Failed", "2", 137)],
+            JobStatus("ended", "FAILED", "", "w0,w1", exit_code=137),
+        ),
+        (conditions("Failed"), [pod(0, "Succeeded", code=0)], JobStatus("ended", "FAILED", "", "w0")),
+    ],
+)
+def test_states_of_tasks(found, pods, status):
+    """The failed task: one whose failure a repetition would meet again, else the one that failed most often."""
+    assert job_state(found, pods, tasks=4) == status
+
+
 def test_a_dry_run_prints_what_is_created(cluster, tmp_path):
     done = train(tmp_path, "--dry-run")
     assert done.exit_code == 0, done.output

@@ -57,7 +57,7 @@ class KubernetesLauncher:
             found = read_json(record.options, "get", str(record.id))
         except NotFoundError:
             return JobStatus("unknown", "DELETED", "not known to Kubernetes any more")
-        return job_state(found, pods_of(record))
+        return job_state(found, pods_of(record), record.tasks)
 
     def stop(self, record: JobRecord, at_once: bool) -> str:
         """Delete the object; its pods get SIGTERM, and save within their grace period."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from megalaunch.launchers.kubernetes.manifest import FINAL_CODES
 from megalaunch.launchers.launcher import JobStatus
 
 SELECTORS = {
@@ -21,8 +23,12 @@ _LONGEST_REASON = 200  # characters; a scheduler lists every reason of every nod
 Object = dict[str, Any]
 
 
-def job_state(found: Object, pods: Sequence[Object]) -> JobStatus:
-    """Return the state of an object: from its conditions, and before it has ended from its pods."""
+def job_state(found: Object, pods: Sequence[Object], tasks: int = 0) -> JobStatus:
+    """Return the state of an object: from its conditions, and before it has ended from its pods.
+
+    Args:
+        tasks: number of independent tasks, of which the running ones count those that are complete; 0: nodes of a run.
+    """
     status = found.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
     nodes = ",".join(dict.fromkeys(pod["spec"]["nodeName"] for pod in pods if pod.get("spec", {}).get("nodeName")))
@@ -31,13 +37,15 @@ def job_state(found: Object, pods: Sequence[Object]) -> JobStatus:
         return JobStatus("ended", "COMPLETE", "", nodes, restarts, exit_code=0)
     if "Failed" in conditions:
         reason = _text(conditions["Failed"])
-        return JobStatus("ended", "FAILED", reason, nodes, restarts, exit_code=_exit_code(pods))
+        code = pod_exit_code(failing_pod(pods) or {}) if tasks else _exit_code(pods)
+        return JobStatus("ended", "FAILED", reason, nodes, restarts, exit_code=code)
     if "Suspended" in conditions:
         return JobStatus("pending", "SUSPENDED", _text(conditions["Suspended"]), restarts=restarts)
     waiting = next((text for text in map(_waiting, pods) if text is not None), None)
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
     if running and waiting is None:
-        return JobStatus("running", "RUNNING", "", nodes, restarts)
+        complete = f"{int(status.get('succeeded', 0) or 0)} of {tasks} tasks complete" if tasks else ""
+        return JobStatus("running", "RUNNING", complete, nodes, restarts)
     if running or restarts:
         return JobStatus("running", "STARTING", waiting or "", nodes, restarts)
     return JobStatus("pending", "PENDING", waiting or "", nodes, restarts)
@@ -78,6 +86,13 @@ def _exit_code(pods: Sequence[Object]) -> int | None:
     """Return the exit code of the newest pod of node 0 that has ended; None without one."""
     codes = [pod_exit_code(pod) for pod in sorted_pods(pods) if pod_index(pod) == 0]
     return next((code for code in reversed(codes) if code is not None), None)
+
+
+def failing_pod(pods: Sequence[Object]) -> Object | None:
+    """Return the pod that has failed a set of tasks: by an exit code that is no reason to repeat it, or most often."""
+    failed = [pod for pod in pods if pod_exit_code(pod)]
+    attempts = Counter(map(pod_index, failed))
+    return min(failed, key=lambda pod: (pod_exit_code(pod) not in FINAL_CODES, -attempts[pod_index(pod)]), default=None)
 
 
 def pod_exit_code(pod: Object) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,10 @@ from megalaunch.fs import make_directory
 from megalaunch.launchers.kubernetes import detached_pod
 from megalaunch.launchers.kubernetes.kubectl import NotFoundError, read_json
 from megalaunch.launchers.kubernetes.launcher import delete_job, next_name, pods_of, submit_manifest
-from megalaunch.launchers.kubernetes.manifest import FINAL_CODES, task_manifest
+from megalaunch.launchers.kubernetes.manifest import task_manifest
 from megalaunch.launchers.kubernetes.pod_logs import copy_pod_log
 from megalaunch.launchers.kubernetes.pod_task import MODULE, NUMBER, task_words
-from megalaunch.launchers.kubernetes.state import Object, job_state, pod_exit_code, pod_index
+from megalaunch.launchers.kubernetes.state import Object, failing_pod, job_state, pod_exit_code, pod_index
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord
 from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
@@ -134,14 +133,12 @@ class _Watched:
             self._note(f"{self._record.id}: {status}")
 
     def _failed(self, pods: list[Object], status: JobStatus) -> FailedTask:
-        """Return the task that has failed the Job: by an exit code that is no reason to repeat it, or most often."""
-        failed = [pod for pod in pods if pod_exit_code(pod)]
-        if not failed:
+        """Return the task that has failed the Job."""
+        pod = failing_pod(pods)
+        if pod is None:
             raise LauncherError(
                 f"{self._record.id}: {status}", "`kubectl describe` shows it; run the same command again"
             )
-        attempts = Counter(map(pod_index, failed))
-        pod = min(failed, key=lambda pod: (pod_exit_code(pod) not in FINAL_CODES, -attempts[pod_index(pod)]))
         log = copy_pod_log(self._record.options, pod["metadata"]["name"], Path(self._record.output).parent)
         return FailedTask(self._number(pod), pod_exit_code(pod) or 0, log if log.exists() else None)
 
