@@ -20,10 +20,13 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import thread
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -175,7 +178,14 @@ def _reset_python() -> None:
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _print_warning
     atexit._clear()
+    threading._threading_atexits[:] = [  # type: ignore[attr-defined]  # not those of the parent's pools of processes
+        call
+        for call in threading._threading_atexits
+        if call.func is thread._python_exit  # type: ignore[attr-defined]
+    ]
     random.seed()
+    tempfile.tempdir = None  # TMPDIR may be another
+    current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     torch = sys.modules["torch"]
     torch.set_num_threads(1)  # a forked OpenMP pool would hang
