@@ -167,17 +167,20 @@ LLMQ = replace(
     logit_traffic=Constant(_LOGIT, 6.0, "read twice and written once in 16 bits"),
 )
 
-# engine/model: F.rms_norm and F.layer_norm are one kernel a pass, rope.py passes five times over queries and keys,
-# kernels/swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks. float8_cast_triton.py reads a value in 16
-# bits for its amax (2 bytes) and for its cast (2, and 1 written): an input or weight twice, a gradient once for both
-# layouts. Without it a cast is nine operators (33 bytes), and the second layout of a gradient a copy (2).
+# engine/model: add_norm_triton.py adds the output of attention and computes the second norm, in one pass of four values
+# each way; the first norm is F.rms_norm or F.layer_norm, two values forward and three backward, and the addition
+# after the MLP is apart, as is that of its gradients. rope_triton.py reads and writes a value once each way,
+# swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks. float8_cast_triton.py reads a value in 16 bits for
+# its amax (2 bytes) and for its cast (2, and 1 written): an input or weight twice, a gradient once for both layouts.
+# Without Triton a norm, an addition and a rotation are torch's operators, rope.py passes five times over queries and
+# keys, a cast is nine operators (33 bytes), and the second layout of a gradient a copy (2).
 ENGINE_EAGER = replace(
     PYTORCH_EAGER,
     name="megalaunch, eager",
-    meaning="torch's kernels, one an operator; Triton SwiGLU, GEGLU and fp8 casts; FSDP2",
+    meaning="torch's kernels, one an operator; Triton SwiGLU, GEGLU, RoPE, addition with norm, fp8 casts; FSDP2",
     attention="engine",
-    norm_traffic=Constant(_NORM, 28.6, "fused norms, backward at 0.37 of the bandwidth; residuals apart"),
-    rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
+    norm_traffic=Constant(_NORM, 26.8, "one of two additions fused (add_norm_triton.py); norms backward at 0.37"),
+    rotary_traffic=Constant(_ROTARY, 4.0, "read and written once each way (kernels/rope_triton.py)"),
     swiglu_traffic=Constant(_SWIGLU, 12.0, "kernels/swiglu_triton.py, as Liger's: 1.24 ms, 8192 x 16384, H100"),
     gated_traffic=Constant(_GATED, 12.0, "kernels/geglu_triton.py, which moves as many values as SwiGLU's"),
     cast_traffic=Constant(_CAST, 8.0, "inputs 10, gradients 6 (kernels/float8_cast_triton.py)"),
@@ -209,6 +212,8 @@ ENGINE_COMPILED = replace(
 ENGINE_WITHOUT_TRITON = replace(
     ENGINE_EAGER,
     meaning="torch's kernels, one an operator; FSDP2",
+    norm_traffic=Constant(_NORM, 28.6, "fused norms, backward at 0.37 of the bandwidth; residuals apart"),
+    rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
     swiglu_traffic=PYTORCH_EAGER.swiglu_traffic,
     gated_traffic=PYTORCH_EAGER.gated_traffic,
     cast_traffic=Constant(_CAST, 50.5, "nine operators: inputs twice, gradients once (kernels/float8_cast.py)"),
@@ -237,8 +242,13 @@ def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]
     if compute == "fp32":
         rows.append(("matmuls", "fp32 on TF32 tensor cores" if spec.precision.tf32 else "fp32, no tensor cores"))
     if compute == "fp8":
-        casts = "compiled" if spec.train.compile else "operator by operator: much slower than compiled"
-        if spec.precision.uses_transformer_engine:
-            casts = "by Transformer Engine"
-        rows.append(("casts to fp8", casts))
+        rows.append(("casts to fp8", _casts(spec, stack)))
     return tuple(rows)
+
+
+def _casts(spec: RunSpec, stack: Stack) -> str:
+    if spec.precision.uses_transformer_engine:
+        return "by Transformer Engine"
+    if spec.train.compile:
+        return "compiled"
+    return "operator by operator: much slower than compiled" if stack is ENGINE_WITHOUT_TRITON else "by Triton"
