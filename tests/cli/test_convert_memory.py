@@ -50,6 +50,7 @@ def peaks_of_both_ways(place: Path, experts: int | None = None, **shape: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.release  # a minute of processor time
 def test_both_ways_in_a_part_of_the_models_size(tmp_path):
     """A small model takes what torch itself takes; what a large one takes more is far less than its size."""
     _, small = peaks_of_both_ways(tmp_path / "small", **SMALL)

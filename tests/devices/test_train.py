@@ -37,6 +37,7 @@ def _train(folder: Path, name: str, *more: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # test_layouts.py and test_resume.py prove the numbers of a device
 def test_the_quickstart_trains_as_on_one_cpu(tmp_path):
     make_corpus(tmp_path / "corpus")
     _train(tmp_path, "device", "platform=txda", "parallel=tp2pp2")

@@ -10,6 +10,7 @@ from cluster_runs import LENGTH, call, losses_of
 from fake_kubectl import FakeKubectl
 from launching import steps_of, wait_until
 from mini_kubelet import running_pods
+from slow_cases import slow_but
 from training import tiny_overrides
 
 from megalaunch.launchers.record import read_record
@@ -42,7 +43,7 @@ def undisturbed(tmp_path_factory):
     return losses_of(RunDirectory(folder / "run"))
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize("kind", slow_but(["job", "jobset"], every=["jobset"]))
 def test_a_killed_pod_is_replaced_with_the_losses_of_an_undisturbed_run(cluster, tmp_path, undisturbed, kind):
     run = RunDirectory(tmp_path / "run")
     code, output = call(tmp_path, "train", *tiny_overrides(tmp_path, *pods(kind)), "--detach")
