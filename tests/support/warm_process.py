@@ -26,6 +26,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import thread
+from importlib.util import find_spec
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +43,8 @@ _SUPPORT = str(Path(__file__).parent)
 
 def pytest_configure() -> None:
     """Start the commands of all tests so."""
+    if find_spec("setuptools"):  # torch's extensions, and with them megatron-core, need it before anything of distutils
+        importlib.import_module("setuptools")
     subprocess.Popen = WarmPopen  # type: ignore[misc]
 
 
