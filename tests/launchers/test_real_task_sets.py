@@ -225,6 +225,30 @@ def test_detached_shards_on_hosts_are_stopped_and_the_same_command_continues(hos
     assert token_bytes(corpus, "halted") == token_bytes(corpus, "alone")
 
 
+_RAY_DATA = """
+import sys, ray
+ray.init(address=sys.argv[1].partition("=")[2], log_to_driver=False)
+items = [{"text": f"text {number}"} for number in range(60)]
+ray.data.from_items(items).filter(lambda row: "3" not in row["text"]).repartition(3).write_parquet(sys.argv[2])
+"""
+
+
+def test_what_ray_data_wrote_is_an_input(ray_cluster, corpus, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    command = [sys.executable, "-c", _RAY_DATA, ray_cluster[1], str(tmp_path / "texts")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    files = sorted((tmp_path / "texts").iterdir())
+    assert len(files) == 3
+    texts = [text for path in files for text in parquet.read_table(path)["text"].to_pylist()]
+    assert sorted(texts) == sorted(f"text {number}" for number in range(60) if "3" not in str(number))
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    for source in ("texts", "in.jsonl"):
+        words = ("--tokenizer", str(corpus / "tokenizer.json"), "--workers", "1", "--output-prefix", f"of_{source}")
+        code, output = call(tmp_path, "preprocess", source, *words)
+        assert code == 0, output
+    assert token_bytes(tmp_path, "of_texts") == token_bytes(tmp_path, "of_in.jsonl")
+
+
 def test_a_lost_host_gives_its_shard_to_another(hosts, corpus):
     with Started(corpus, *preprocess("lost"), *_SHARDS, *hosts) as process:
         pid = stop_shard(corpus, "lost", 0)
