@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from warm_process import MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH, MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 
@@ -45,8 +45,9 @@ def training(
     folder: Path, *more: str, shared: Path | None = None, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
     """`megalaunch train` on a tiny run; on leaving, nothing that it started is left, whatever the test found."""
+    start = COLD_MEGALAUNCH if "PYTHONPATH" in environment else MEGALAUNCH  # a sitecustomize.py runs in a real start
     process = subprocess.Popen(
-        [*MEGALAUNCH, "train", *tiny_overrides(folder, *more, shared=shared)],
+        [*start, "train", *tiny_overrides(folder, *more, shared=shared)],
         cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
