@@ -81,7 +81,7 @@ class TaskRunner(Protocol):
 
         Args:
             note: called with each note to the user.
-            started: called once, when the record is written and the place of the tasks has answered.
+            started: called once, when the record is written.
         """
 
 

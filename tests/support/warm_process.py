@@ -181,11 +181,8 @@ def _reset_python() -> None:
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _print_warning
     atexit._clear()
-    threading._threading_atexits[:] = [  # type: ignore[attr-defined]  # not those of the parent's pools of processes
-        call
-        for call in threading._threading_atexits
-        if call.func is thread._python_exit  # type: ignore[attr-defined]
-    ]
+    threading._threading_atexits.clear()  # type: ignore[attr-defined]  # those of the parent's pools of processes
+    threading._register_atexit(thread._python_exit)  # type: ignore[attr-defined]
     random.seed()
     tempfile.tempdir = None  # TMPDIR may be another
     current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
