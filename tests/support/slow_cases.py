@@ -31,6 +31,17 @@ def covering(cases: Iterable[Any], traits: Callable[[Any], set[Any]]) -> list[An
     return chosen
 
 
+def rotating(firsts: Iterable[Any], seconds: Iterable[Any], turns: int) -> list[Any]:
+    """Return one pair in `turns`: each first case meets every `turns`-th second one, and each second one likewise."""
+    others = list(seconds)
+    return [
+        (first, second)
+        for row, first in enumerate(firsts)
+        for column, second in enumerate(others)
+        if (row + column) % turns == 0
+    ]
+
+
 def _marked(case: Any, is_released: bool) -> Any:
     marks = [pytest.mark.slow, *([pytest.mark.release] if is_released else [])]
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)

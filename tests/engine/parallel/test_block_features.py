@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from oracle import few_samples, hold_to_one_process, shake, small_spec
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 # Each joins parts that some family has together, and more of them than any has.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -100,8 +100,10 @@ def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **val
 # Quick: each part under sharded weights, and two families of most parts under a pipeline and a ring.
 QUICK = [(name, "tp2 sp zero3") for name in FEATURES] + [("gemma", "pp3"), ("gpt_oss", "cp2 ring")]
 
+DAILY = {*QUICK, *rotating(FEATURES, LAYOUTS, 3)}
 
-@pytest.mark.parametrize(("name", "layout"), slow_but(product(FEATURES, LAYOUTS), *QUICK))
+
+@pytest.mark.parametrize(("name", "layout"), slow_but(product(FEATURES, LAYOUTS), *QUICK, every=DAILY))
 def test_every_gradient_is_that_of_one_process(name, layout):
     _hold_to_one_process(FEATURES[name], LAYOUTS[layout])
 

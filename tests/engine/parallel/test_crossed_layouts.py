@@ -80,7 +80,6 @@ def test_four_stages(schedule):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
+@pytest.mark.parametrize("exchange", slow_but(["p2p", "allgather", "a2a"], every=["p2p"]))
 def test_context_beside_data_and_tensor_parallelism(exchange):
     _held_to_one_process(parallel__dp=2, parallel__cp=2, parallel__cp_comm_type=exchange, **SPLIT)

@@ -115,6 +115,7 @@ def alone(model):
     return joined_stages(run_ranks(1, on_ranks, expert_spec(MODELS[model]), True))
 
 
+OTHERS = sorted(LATENT_LAYOUTS.keys() - LAYOUTS.keys())  # each of them daily with latent attention
 QUICK = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp")]
 
 
@@ -122,7 +123,7 @@ QUICK = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp"
     ("model", "name"),
     [
         *slow_but(product(MODELS, LAYOUTS), *QUICK),
-        *slow_but(product(["batch"], sorted(LATENT_LAYOUTS.keys() - LAYOUTS.keys()))),
+        *slow_but(product(["batch"], OTHERS), every=[("batch", "etp2"), ("batch", "ep2 hsdp")]),
     ],
 )
 def test_layouts_have_the_numbers_of_one_process(model, name):

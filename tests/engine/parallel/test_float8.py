@@ -36,8 +36,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 cp2 sp": {"tp": 2, "cp": 2, "sequence_parallel": True},
 }
 
+RELEASE = (pytest.mark.slow, pytest.mark.release)  # rowwise scales are also among the fine ones below
 
-@pytest.fixture(scope="module", params=("tensorwise", "delayed", pytest.param("rowwise", marks=pytest.mark.slow)))
+
+@pytest.fixture(scope="module", params=("tensorwise", "delayed", pytest.param("rowwise", marks=RELEASE)))
 def one_rank(request: pytest.FixtureRequest) -> Any:
     """The recipe, and the numbers of one rank."""
     return request.param, run(float8_spec({}, request.param))

@@ -10,8 +10,9 @@ import torch
 from float8_runs import float8_spec
 from forked_ranks import run_ranks
 from oracle import joined_stages, on_ranks
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
+RECIPES = ("tensorwise", "delayed")
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"dp": 2, "data_sharding": "optim_grads_params"},
@@ -38,9 +39,10 @@ def trained(layout: str, recipe: str, param_gather: bool) -> Any:
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     slow_but(
-        product(("tensorwise", "delayed"), LAYOUTS),
+        product(RECIPES, LAYOUTS),
         ("tensorwise", "dp3 zero3 of experts"),
         ("delayed", "dp2 tp2 zero3"),
+        every=[("tensorwise", "dp3 zero3 of experts"), *rotating(RECIPES, LAYOUTS, 2)],
     ),
 )
 def test_numbers_are_those_without_it(recipe, layout):

@@ -65,6 +65,11 @@ def _spec(**values: Any) -> Any:
     return small_spec(**few_samples({**shape, **values}))
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "cp2 ring, packed", "tp2 up projections recomputed"))
+QUICK = ("cp2 ring, packed", "tp2 up projections recomputed")
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(CASES, *QUICK, every=CASES.keys() - {"tp2 pp2 dp2 zero3, packed, all recomputed"})
+)
 def test_every_gradient_is_that_of_one_process(name):
     hold_to_one_process(_spec(**CASES[name]), prepare=shake)

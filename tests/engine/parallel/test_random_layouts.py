@@ -7,8 +7,9 @@ from itertools import islice
 import pytest
 from oracle import hold_to_one_process
 from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
+from slow_cases import slow_but
 
-QUICK = 1  # of the layouts drawn
+QUICK, DAILY = 1, 3  # of the layouts drawn: those of the fewest ranks
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -18,8 +19,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         option = metafunc.config.getoption
         several = (run for run in random_runs(option("--seed")) if ranks_of(run) > 1)
         drawn = sorted(islice(several, option("--random")), key=ranks_of)
-        slow = [pytest.param(run, marks=pytest.mark.slow) for run in drawn[QUICK:]]
-        metafunc.parametrize("drawn", [*drawn[:QUICK], *slow], ids=name_of)
+        cases = slow_but(drawn, *drawn[:QUICK], every=drawn[:DAILY])
+        metafunc.parametrize("drawn", cases, ids=name_of)
 
 
 def test_a_layout_against_one_process(drawn: Layout):

@@ -28,7 +28,8 @@ RECIPES = sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 # here, another size, and those with the most workers.
 PLAYED_BY_OTHERS = (
     *("deepseek_v2_tiny", "gemma2_tiny", "gemma3_tiny", "gpt_neox_tiny", "gpt_oss_tiny", "gpt_tiny", "mistral_tiny"),
-    *("mixtral_tiny", "olmo2_tiny", "olmoe_tiny", "phi3_tiny", "qwen2_tiny", "qwen2_moe_tiny", "qwen3_tiny"),
+    *("mixtral_8x7b", "moonlight_16b", "olmo2_tiny", "olmoe_tiny", "phi3_tiny", "qwen15_moe_a2_7b", "qwen2_tiny"),
+    *("qwen3_8b", "qwen3_tiny"),
     *("qwen3_moe_tiny", "smollm3_tiny", "tiny", "deepseek_v2", "gpt_oss_120b", "llama2_7b", "llama32_1b"),
     *("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b", "qwen3_235b_a22b"),
 )
