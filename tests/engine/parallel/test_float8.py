@@ -19,7 +19,7 @@ import torch
 from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, float8_spec, run, train
 from forked_ranks import run_ranks
 from resumed_run import Run, loaded, saved_and_gone_on
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 from megalaunch.engine.parallel import compile as compiling
 from megalaunch.engine.parallel.float8 import float8_states
@@ -36,19 +36,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 cp2 sp": {"tp": 2, "cp": 2, "sequence_parallel": True},
 }
 
-RELEASE = (pytest.mark.slow, pytest.mark.release)  # rowwise scales are also among the fine ones below
+RECIPES = ("tensorwise", "delayed", "rowwise")
+QUICK = (("tensorwise", "tp2 sp"), ("tensorwise", "pp2 zero bubble"), ("delayed", "pp2 zero bubble"))
+DAILY = (*QUICK, ("delayed", "tp2 sp"), *rotating(RECIPES[:2], LAYOUTS, 2))  # rowwise scales: with the fine ones below
 
 
-@pytest.fixture(scope="module", params=("tensorwise", "delayed", pytest.param("rowwise", marks=RELEASE)))
+@cache
+def alone(recipe: str) -> Any:
+    """The numbers of one rank."""
+    return run(float8_spec({}, recipe))
+
+
+@pytest.mark.parametrize(("recipe", "layout"), slow_but(product(RECIPES, LAYOUTS), *QUICK, every=DAILY))
+def test_layouts_agree(recipe, layout):
+    assert_close(run(float8_spec(LAYOUTS[layout], recipe)), alone(recipe))
+
+
+@pytest.fixture(scope="module", params=slow_but(RECIPES, "tensorwise", "delayed"))
 def one_rank(request: pytest.FixtureRequest) -> Any:
     """The recipe, and the numbers of one rank."""
-    return request.param, run(float8_spec({}, request.param))
-
-
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2 zero bubble"))
-def test_layouts_agree(layout, one_rank):
-    recipe, expected = one_rank
-    assert_close(run(float8_spec(LAYOUTS[layout], recipe)), expected)
+    return request.param, alone(request.param)
 
 
 FINE = ("rowwise", "blockwise", "mxfp8")

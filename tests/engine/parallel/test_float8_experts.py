@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, run
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 from megalaunch.engine.precision import float8
 
@@ -29,23 +29,23 @@ CASES = [
     *product(("blockwise", "mxfp8"), BLOCKS_OF_ONE_PROCESS),
 ]
 
+QUICK = (
+    *(("tensorwise", "ep2 over tp2"), ("tensorwise", "etp2 over tp2"), ("delayed", "ep2 over tp2")),
+    *(("rowwise", "tp2 without ep"), ("rowwise", "etp2 over tp2")),
+)
+DAILY = [
+    *QUICK,
+    *rotating(("tensorwise", "delayed", "rowwise"), LAYOUTS, 3),
+    *rotating(("blockwise", "mxfp8"), BLOCKS_OF_ONE_PROCESS, 2),
+]
+
 
 @pytest.fixture(scope="module")
 def one_rank_of():
     return cache(lambda recipe: run(fine_spec({}, recipe, **EXPERTS)))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    slow_but(
-        CASES,
-        ("tensorwise", "ep2 over tp2"),
-        ("tensorwise", "etp2 over tp2"),
-        ("delayed", "ep2 over tp2"),
-        ("rowwise", "tp2 without ep"),
-        ("rowwise", "etp2 over tp2"),
-    ),
-)
+@pytest.mark.parametrize(("recipe", "layout"), slow_but(CASES, *QUICK, every=DAILY))
 def test_layouts_agree(recipe, layout, one_rank_of, monkeypatch):
     monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
     monkeypatch.setattr(float8, "_BLOCKS", {**float8._BLOCKS, **SMALL_BLOCKS})
