@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from oracle import hold_to_one_process, shake, small_spec
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 # Tied embeddings, biases, normed queries and keys, packed documents of which a rank may see none that counts, a
 # vocabulary that is no power of two, and weights large enough for softmaxes to bend.
@@ -54,8 +54,12 @@ def _held_to_one_process(**values: Any) -> None:
 CROSSED = [("least", "none"), ("4", "full"), ("least", "full"), ("4", "none")]
 
 
-@pytest.mark.parametrize(("accumulated", "recomputed"), slow_but(CROSSED, ("4", "full")))
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2", "cp2"))
+PAIRS = [(layout, *crossed) for layout in LAYOUTS for crossed in CROSSED]
+QUICK = [(layout, "4", "full") for layout in ("tp2 sp", "pp2", "cp2")]
+DAILY = [*QUICK, *((layout, *crossed) for layout, crossed in rotating(LAYOUTS, CROSSED, 4))]
+
+
+@pytest.mark.parametrize(("layout", "accumulated", "recomputed"), slow_but(PAIRS, *QUICK, every=DAILY))
 def test_accumulation_and_recomputation(layout, accumulated, recomputed):
     values = LAYOUTS[layout]
     least = values.get("parallel__pp", 1)  # every stage has a microbatch to work on
@@ -68,8 +72,7 @@ def test_accumulation_and_recomputation(layout, accumulated, recomputed):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", FOUR_STAGES)
+@pytest.mark.parametrize("schedule", slow_but(FOUR_STAGES, every=["1f1b", "interleaved", "dualpipev"]))
 def test_four_stages(schedule):
     _held_to_one_process(
         parallel__pp=4,

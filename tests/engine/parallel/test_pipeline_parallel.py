@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 from oracle import hold_to_one_process, small_spec
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 from megalaunch.engine.parallel.pipeline_schedule import GroupedInterleaved1F1B
 
@@ -101,8 +102,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", slow_but(SCHEDULES, "zbv"))
-@pytest.mark.parametrize("name", slow_but(TOGETHER, "dp2 zero3", "tp2 sp"))
+CROSSED = ("dp2 zero3", "zbv"), ("tp2 sp", "zbv")
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    slow_but(product(TOGETHER, SCHEDULES), *CROSSED, every=[*CROSSED, *rotating(TOGETHER, SCHEDULES, 3)]),
+)
 def test_with_another_axis(name, schedule):
     values = SCHEDULES[schedule] | TOGETHER[name]
     _held_to_one_process(parallel__pp=2, parallel__schedule=schedule, model__num_layers=4, **values)

@@ -89,6 +89,7 @@ TWO_STAGES_A_RANK = {"parallel__pp": 2, "parallel__vpp": 2, "model__num_layers":
             (16, {**TWO_STAGES_A_RANK, "parallel__schedule": "zbv"}),
         ],
         (6, {"parallel__dp": 2}),
+        every=[(6, {"parallel__dp": 2}), (16, {**TWO_STAGES_A_RANK, "parallel__schedule": "interleaved"})],
     ),
 )
 def test_a_part_of_the_microbatches_tells_of_all(microbatches, layout, monkeypatch):
@@ -202,7 +203,7 @@ LARGE = ("recipe=llama3_70b", "parallel=tp4pp4", "cluster.nodes=128", "batch.glo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1023])
+@pytest.mark.parametrize("rank", [0, pytest.param(1023, marks=pytest.mark.release)])
 def test_70b_on_1024_devices(rank):
     spec = resolved(*LARGE)[0]
     assert Topology.from_spec(spec).world == 1024

@@ -13,6 +13,7 @@ from family_variants import VARIANTS, VOCABULARY, load, make, make_multimodal
 from forked_ranks import run_ranks
 from looped_run import metrics, run_loop, ten_steps
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.data.samples.build_datasets import build_train_dataset
 from megalaunch.engine.checkpoint.convert import export_huggingface
@@ -62,7 +63,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: place / str(number) for number, name in enumerate(VARIANTS)} | {"multimodal": place / "multimodal"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, every=["pp2", "tp2 pp2"]))
 def test_every_parameter_arrives(layout, folders):
     """Of every variant; the ranks are forked once."""
     chosen = small_spec(**{f"parallel__{key}": value for key, value in {"dp": 1, **LAYOUTS[layout]}.items()})

@@ -82,6 +82,7 @@ def place(folder, tmp_path):
     shutil.rmtree(tmp_path / "continued", ignore_errors=True)
 
 
+@pytest.mark.release  # two minutes of processor time; the walks of other pages have small models
 def test_the_walk_of_the_page(folder, walk, place):
     commands, program = walk
     for command in commands:
