@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from cluster_runs import LENGTH, STEPS, agents, call, losses_of, processes, started, workers
+from cluster_runs import LENGTH, STEPS, agents, detached_and_stopped, losses_of, processes, started, workers
 from launching import steps_of, wait_until
 from training import tiny_overrides
 from typer.testing import CliRunner
@@ -84,17 +84,8 @@ def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
 def test_a_detached_run_continues_in_the_background_until_it_is_stopped(cluster, tmp_path):
     run = RunDirectory(tmp_path / "run")
     overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", "train.steps=3000")
-    code, output = call(tmp_path, "train", *overrides, "--detach")
-    assert code == 0, output
-    holder = read_record(run.job).id
-    assert f"submitted job {holder} to ray: 2 nodes" in output
-    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
-    code, output = call(tmp_path, "train", *overrides)
-    assert (code, f"has job {holder} already: RUNNING" in output) == (2, True), output
-    assert call(tmp_path, "stop", str(run.root))[0] == 0
-    wait_until(lambda: "  state    ENDED (" in call(tmp_path, "status", str(run.root))[1], 60)
-    assert read_outcome(run.outcome).exit_code == 75
-    assert run.checkpoint(read_outcome(run.outcome).step).is_dir()
+    output = detached_and_stopped(tmp_path, run, *overrides)
+    assert f"submitted job {read_record(run.job).id} to ray: 2 nodes" in output
     assert processes(str(run.root), "-m megalaunch") == []
 
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_runs import LENGTH, STEPS, agents, call, losses_of, parent_of, processes, started
+from cluster_runs import LENGTH, STEPS, agents, call, detached_and_stopped, losses_of, parent_of, processes, started
 from launching import steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
@@ -112,17 +112,9 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
 def test_a_detached_run_continues_in_the_background_until_it_is_stopped(hosts, tmp_path):
     run = RunDirectory(tmp_path / "run/run")
     overrides = overrides_of(tmp_path, *hosts, "train.steps=3000")
-    code, output = call(tmp_path, "train", *overrides, "--detach")
-    assert code == 0, output
-    holder = read_record(run.job).id
-    assert f"submitted job {holder} to ssh: 2 nodes, output in {run.root}/logs/node_*.log\nnext: " in output
-    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
-    code, output = call(tmp_path, "train", *overrides)
-    assert (code, f"has job {holder} already: RUNNING" in output) == (2, True), output
-    assert call(tmp_path, "stop", str(run.root))[0] == 0
-    wait_until(lambda: "  state    ENDED (" in call(tmp_path, "status", str(run.root))[1], 60)
-    assert read_outcome(run.outcome).exit_code == 75
-    assert run.checkpoint(read_outcome(run.outcome).step).is_dir()
+    output = detached_and_stopped(tmp_path, run, *overrides)
+    submitted = f"submitted job {read_record(run.job).id} to ssh: 2 nodes, output in {run.root}/logs/node_*.log\nnext: "
+    assert submitted in output
     assert on_the_hosts(run) == []
     assert "stopped by a signal; the run can be resumed" in call(tmp_path, "logs", str(run.root))[1]
 

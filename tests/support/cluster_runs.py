@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from launching import steps_of, wait_until
 from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
+from megalaunch.launchers.record import read_record
 from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 STEPS = 120
@@ -22,6 +25,21 @@ def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]
     """A command of megalaunch in the folder; its exit code and output."""
     done = subprocess.run([*COLD_MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
     return done.returncode, done.stdout + done.stderr
+
+
+def detached_and_stopped(folder: Path, run: RunDirectory, *overrides: str) -> str:
+    """Detach a run, start it again in vain, and stop it, which saves; returns what the first command printed."""
+    code, output = call(folder, "train", *overrides, "--detach")
+    assert code == 0, output
+    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
+    code, refused = call(folder, "train", *overrides)
+    assert (code, f"has job {read_record(run.job).id} already: RUNNING" in refused) == (2, True), refused
+    assert call(folder, "stop", str(run.root))[0] == 0
+    wait_until(lambda: "  state    ENDED (" in call(folder, "status", str(run.root))[1], 60)
+    outcome = read_outcome(run.outcome)
+    assert outcome.exit_code == 75
+    assert run.checkpoint(outcome.step).is_dir()
+    return output
 
 
 @contextmanager
