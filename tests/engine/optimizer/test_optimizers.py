@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import hold_to_one_process, small_spec
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 SGD = {"optimizer__name": "sgd", "optimizer__lr": 0.3, "optimizer__momentum": 0.9}
 OPTIMIZERS = {
@@ -33,8 +33,11 @@ SHARDED_TWICE = {
 }
 
 
+DAILY = [*QUICK, ("nesterov", "tp2"), *rotating(("sgd", "lion", "muon"), LAYOUTS, 2)]
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"), slow_but([*CASES, ("nesterov", "tp2"), ("no momentum", "dp2 zero3")], *QUICK)
+    ("name", "layout"), slow_but([*CASES, ("nesterov", "tp2"), ("no momentum", "dp2 zero3")], *QUICK, every=DAILY)
 )
 def test_updates_equal_one_process(name, layout):
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS[name], **LAYOUTS[layout]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from live_bytes import LiveBytes
 from oracle import few_samples, hold_to_one_process, small_spec
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
@@ -48,8 +49,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "pp2 zero_bubble"))
-@pytest.mark.parametrize("choice", slow_but(["full", "two layers as one", "parts"], "full"))
+CHOICES = ("full", "two layers as one", "parts")
+QUICK = [("full", "tp2 sp"), ("full", "pp2 zero_bubble")]
+
+
+@pytest.mark.parametrize(
+    ("choice", "layout"),
+    slow_but(product(CHOICES, LAYOUTS), *QUICK, every=[*QUICK, *rotating(CHOICES, LAYOUTS, 2)]),
+)
 def test_every_layout(layout, choice):
     values = {**LAYOUTS[layout], **CHOICES[choice], "model__vocab_size": 64}
     hold_to_one_process(small_spec(**few_samples(values)))

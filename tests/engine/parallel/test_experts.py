@@ -10,7 +10,7 @@ import torch
 from forked_ranks import run_ranks
 from looped_run import run_loop, ten_steps
 from oracle import assert_same, hold_to_one_process, joined_stages, on_ranks, small_spec
-from slow_cases import slow_but
+from slow_cases import rotating, slow_but
 
 from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.rundir.jsonl import read_lines
@@ -62,10 +62,14 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(list(RECOMPUTED), "ep2"))
+PARTS = [("batch", ["norm", "moe"]), ("sequence", ["moe"]), ("sequence", ["norm", "activation", "shared_experts"])]
+QUICK_RECOMPUTED = [(*part, "ep2") for part in PARTS]
+DAILY_RECOMPUTED = [*QUICK_RECOMPUTED, *((*part, name) for part, name in rotating(PARTS, RECOMPUTED, 3))]
+
+
 @pytest.mark.parametrize(
-    ("model", "modules"),
-    [("batch", ["norm", "moe"]), ("sequence", ["moe"]), ("sequence", ["norm", "activation", "shared_experts"])],
+    ("model", "modules", "name"),
+    slow_but([(*part, name) for part in PARTS for name in RECOMPUTED], *QUICK_RECOMPUTED, every=DAILY_RECOMPUTED),
 )
 def test_recomputed_experts_have_the_numbers_of_one_process(model, modules, name):
     """Tokens are dispatched again in the backward pass; loads and losses are counted once."""
@@ -122,7 +126,7 @@ QUICK = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp"
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        *slow_but(product(MODELS, LAYOUTS), *QUICK),
+        *slow_but(product(MODELS, LAYOUTS), *QUICK, every=[*QUICK, *rotating(MODELS, LAYOUTS, 2)]),
         *slow_but(product(["batch"], OTHERS), every=[("batch", "etp2"), ("batch", "ep2 hsdp")]),
     ],
 )

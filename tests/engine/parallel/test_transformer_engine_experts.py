@@ -49,9 +49,10 @@ def library(monkeypatch):
 
 
 QUICK = ("one rank", "ep2", "etp2", "ep2 by all-gather", "padded to a capacity", "experts recomputed")
+BEFORE_A_RELEASE = {"ep2 in two parts", "dp2 optim", "a capacity", "a capacity on one rank", "layers recomputed"}
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK, every=CASES.keys() - BEFORE_A_RELEASE))
 def test_the_numbers_are_those_of_native_experts(case):
     layout, values = CASES[case]
     values = {"model__moe": MOE, "model__num_layers": 2, "batch__micro_batch_size": 2, **values}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from looped_run import metrics, run_loop, ten_steps
 from oracle import VOCABULARY
+from slow_cases import slow_but
 from token_files import write_tokens
 
 from megalaunch.schema import RunSpec, with_values
@@ -39,8 +40,7 @@ def evaluations(root: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{}, pytest.param({"parallel.dp": 1, "parallel.tp": 2, "batch.micro_batch_size": 1}, marks=pytest.mark.slow)],
+    "layout", slow_but([{}, {"parallel.dp": 1, "parallel.tp": 2, "batch.micro_batch_size": 1}], {}, every=[{}])
 )
 def test_every_set_is_evaluated_under_its_name_and_training_stays_the_same(spec, sets, tmp_path, layout):
     spec = with_values(spec, layout)

@@ -25,6 +25,7 @@ torchrun --nproc_per_node 8 --nnodes 16 pretrain_gpt.py \\
   --save ckpt --load ckpt --save-interval 10000 --eval-interval 1000 --eval-iters 10 --log-interval 100
 """
 SCRIPTS = {"gpt3": GPT3_175B, "llama3": LLAMA3_8B}
+RELEASE = pytest.mark.release
 TOKENIZER = "tokenizer.path=/none/tokenizer.json"
 
 
@@ -42,8 +43,8 @@ def recipe(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        pytest.param("gpt3", (TOKENIZER, "parallel.tp=2", "parallel.pp=2"), id="gpt3 on four workers"),
-        pytest.param("gpt3", (TOKENIZER,), id="gpt3", marks=pytest.mark.release),  # on sixteen
+        pytest.param("gpt3", (TOKENIZER, "parallel.tp=2", "parallel.pp=2"), id="gpt3 on four workers", marks=RELEASE),
+        pytest.param("gpt3", (TOKENIZER,), id="gpt3", marks=RELEASE),  # on sixteen
         pytest.param("llama3", (), id="llama3"),
     ],
 )

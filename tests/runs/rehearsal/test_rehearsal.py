@@ -25,11 +25,11 @@ from megalaunch.schema.paths import value_at
 
 RECIPES = sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 # Recipes whose blocks, axes and schedules others play, too: a twin for CPUs of each family with a published recipe
-# here, another size, and those with the most workers.
+# here, another size, a family whose blocks another one has, and those with the most workers.
 PLAYED_BY_OTHERS = (
     *("deepseek_v2_tiny", "gemma2_tiny", "gemma3_tiny", "gpt_neox_tiny", "gpt_oss_tiny", "gpt_tiny", "mistral_tiny"),
     *("mixtral_8x7b", "moonlight_16b", "olmo2_tiny", "olmoe_tiny", "phi3_tiny", "qwen15_moe_a2_7b", "qwen2_tiny"),
-    *("qwen3_8b", "qwen3_tiny"),
+    *("qwen3_8b", "qwen3_tiny", "mistral_7b", "olmoe_7b", "qwen25_7b", "smollm3_3b", "gemma2_2b", "llama_tiny"),
     *("qwen3_moe_tiny", "smollm3_tiny", "tiny", "deepseek_v2", "gpt_oss_120b", "llama2_7b", "llama32_1b"),
     *("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b", "qwen3_235b_a22b"),
 )
