@@ -49,13 +49,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-CHOICES = ("full", "two layers as one", "parts")
+CROSSED = ("full", "two layers as one", "parts")
 QUICK = [("full", "tp2 sp"), ("full", "pp2 zero_bubble")]
 
 
 @pytest.mark.parametrize(
     ("choice", "layout"),
-    slow_but(product(CHOICES, LAYOUTS), *QUICK, every=[*QUICK, *rotating(CHOICES, LAYOUTS, 2)]),
+    slow_but(product(CROSSED, LAYOUTS), *QUICK, every=[*QUICK, *rotating(CROSSED, LAYOUTS, 2)]),
 )
 def test_every_layout(layout, choice):
     values = {**LAYOUTS[layout], **CHOICES[choice], "model__vocab_size": 64}
