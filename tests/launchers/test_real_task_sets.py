@@ -294,7 +294,8 @@ def test_a_killed_pod_is_replaced_and_four_write_the_bytes_of_one_process(cluste
         running_pods(cluster, job_of(corpus / "pods_job"), tmp_path) as kubelet,
     ):
         pid = stop_shard(corpus, "pods", 2)
-        assert "  state    RUNNING (on worker-0" in call(corpus, "status", "pods_job")[1]
+        shown = call(corpus, "status", "pods_job")[1]
+        assert re.search(r"  state    RUNNING \(\d of 4 tasks complete, on worker-", shown), shown
         code, output = call(corpus, *preprocess("pods"), *_SHARDS, *_PODS)
         assert (code, "pods_job has job job/preprocess-pods-" in output) == (2, True), output
         os.kill(pid, signal.SIGKILL)
