@@ -110,7 +110,7 @@ def test_the_planner_and_the_checker_know_it(site, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release  # test_layouts.py trains on another device of a package
+@pytest.mark.release  # test_layouts.py trains on a device; tests/platform/test_overrides.py replaces operators
 def test_it_trains_as_a_cpu_does(site, tmp_path):
     run(
         site,
