@@ -126,6 +126,6 @@ def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
     assert (output, errors) == ("", "interrupted; no file has its final name yet; continue with --resume\n")
+    assert process.returncode == 130
     assert not list(tmp_path.glob("out*"))

@@ -57,13 +57,17 @@ def training(
         stderr=subprocess.PIPE,
         text=True,
     )
+    failed = True
     try:
         yield process
+        failed = False
     finally:
         left = descendants(process.pid)
         process.kill()
-        process.communicate()
+        said = process.communicate()
         kill_all(left, 5)
+        if failed:
+            print(*said, sep="")  # with the failure, which pytest shows
 
 
 def train_tiny(folder: Path, *more: str, shared: Path | None = None, **environment: str) -> tuple[int, str, str]:

@@ -4,6 +4,9 @@ The imports of a command and of the agent that it starts take 9 s of a core, and
 3 s. A fork has its own process, parent, folder, environment, files, signals and exit code; also the agents and trackers
 that it starts are forks. It shares what this process has imported and cached, and /proc shows the command line and the
 first environment of this process: tests of imports, of plug-ins and of what /proc shows start COLD_MEGALAUNCH.
+
+A lock that another thread held at the fork, in some library that a test has loaded, may stop the child before it is the
+command. It then prints its stack on the parent's standard error and ends, and the command is started as usual.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ COLD_MEGALAUNCH = (sys.executable, "-m", "megalaunch")  # a start of its own, wh
 PROGRAMS = {MEGALAUNCH[2]}  # those that are forked; tests may add theirs
 _MODULES = ("megalaunch.engine.agent", "megalaunch.launch.trackers")
 _OPEN_FILES = 2**16
+_STARTS_WITHIN = 20.0  # seconds; it takes a tenth of one
 _SUPPORT = str(Path(__file__).parent)
 
 
@@ -64,11 +68,19 @@ class WarmPopen(subprocess.Popen[Any]):
         warm_up()
         sys.stdout.flush()  # what is buffered here would be printed by the child again
         sys.stderr.flush()
+        begins, begun = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 where a thread runs beside this one
             self.pid = os.fork()
         if self.pid == 0:
-            _become(run, pipes, folder, environment, preexec_fn, new_session)
+            _become(run, pipes, folder, environment, preexec_fn, new_session, begun)
+        os.close(begun)
+        with open(begins, "rb") as answer:
+            has_begun = bool(answer.read())
+        if not has_begun:
+            os.waitpid(self.pid, 0)
+            super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
+            return
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -121,12 +133,15 @@ def _become(
     environment: Mapping[str, str] | None,
     prepare: Callable[[], None] | None,
     new_session: bool,
+    begun: int,
 ) -> NoReturn:
-    """Be the command, to its end: first what fork and exec do, then what a start of Python does."""
+    """Be the command, to its end: first what fork and exec do, then what a start of Python does; then say `begun`."""
     code = 1
     try:
         gc.freeze()  # no garbage of the parent is collected here, nor are files closed with it
         faulthandler.disable()
+        stacks = os.dup(2)
+        faulthandler.dump_traceback_later(_STARTS_WITHIN, exit=True, file=stacks)
         stdin, _, _, stdout, _, stderr = pipes
         for number, place in ((stdin, 0), (stdout, 1), (stderr, 2)):
             if number not in (-1, place):
@@ -138,16 +153,27 @@ def _become(
         _reset_signals()
         if prepare is not None:
             prepare()
-        os.closerange(3, _OPEN_FILES)
+        _close_all_but(begun, stacks)
         if environment is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
         _reset_python()
+        faulthandler.cancel_dump_traceback_later()
+        os.write(begun, b"1")
+        _close_all_but()
         code = _exit_code(run)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)
+
+
+def _close_all_but(*kept: int) -> None:
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, _OPEN_FILES)
 
 
 def _reset_signals() -> None:

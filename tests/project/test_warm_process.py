@@ -1,0 +1,16 @@
+"""A command that cannot be forked is started as usual."""
+
+import subprocess
+import time
+
+import warm_process
+from warm_process import MEGALAUNCH
+
+
+def test_a_fork_that_does_not_begin_prints_its_stack_and_is_replaced(monkeypatch, capfd):
+    monkeypatch.setattr(warm_process, "_STARTS_WITHIN", 1.0)
+    monkeypatch.setattr(warm_process, "_reset_python", lambda: time.sleep(60))
+    done = subprocess.run([*MEGALAUNCH, "--version"], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("megalaunch ")
+    assert "Timeout (0:00:01)!" in capfd.readouterr().err
