@@ -86,7 +86,7 @@ def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, faul
     """It fails for longer than the limit of a hang, while metrics are written."""
     faults = {"full": lambda: full(small_disk), "unmounted": lambda: unmounted(small_disk)}
     directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
-    overrides = ("train.steps=400", *NOTHING_BETWEEN, "launcher.hang_timeout=5", "launcher.step_timeout=5")
+    overrides = ("train.steps=150", *NOTHING_BETWEEN, "launcher.hang_timeout=5", "launcher.step_timeout=5")
     with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
         with faults.get(fault, lambda: read_only(directory.root))():
@@ -95,7 +95,7 @@ def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, faul
             assert process.poll() is None
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
-    assert before < 400
+    assert before < 150
     assert train_tiny(tmp_path, f"run.directory={undisturbed.root}", *overrides)[0] == 0
     assert_delayed(directory, out, undisturbed)
     back = events_of(directory, "storage_back")

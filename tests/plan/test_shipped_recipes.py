@@ -128,14 +128,14 @@ FOLLOWING = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_but(RECIPES, *A_FEW, every=[*A_FEW, *RECIPES[::3]]))
+@pytest.mark.parametrize("name", slow_but(RECIPES, *A_FEW, one_in=6))
 def test_no_value_of_a_recipe_stops_a_shorter_run_or_another_rate(name):
     for overrides in FOLLOWING:
         assert errors(LAPTOP, f"recipe={name}", *overrides) == [], overrides
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("tiny") or name == "gpt2_124m"])
-@pytest.mark.parametrize("dp", slow_but([1, 2, 4, 8], 8))
+@pytest.mark.parametrize("dp", slow_but([1, 2, 4, 8], 8, every=[4]))
 def test_the_micro_batch_of_a_recipe_follows_the_layout(name, dp):
     assert errors(LAPTOP, f"recipe={name}", f"parallel=dp{dp}") == []
 
@@ -145,7 +145,7 @@ def test_a_recipe_says_what_it_is(name):
     assert 20 < len(read_summary(PACKAGED / f"{name}.yaml")) <= 100
 
 
-@pytest.mark.parametrize("name", slow_but(RECIPES, *A_FEW))
+@pytest.mark.parametrize("name", slow_but(RECIPES, *A_FEW, one_in=4))
 def test_a_composer_of_many_runs_composes_each_as_alone(name):
     among_others, alone = COMPOSER.compose([f"recipe={name}"]), compose([f"recipe={name}"])
     assert (among_others.spec, among_others.choices) == (alone.spec, alone.choices)

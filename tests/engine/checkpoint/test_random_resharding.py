@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ONE: Layout = {f"parallel__{axis}": 1 for axis in ("dp", "tp", "pp", "cp")}
 TOLERANCE = 1e-5
-DAILY = 3  # of the pairs drawn: those of the fewest ranks
+DAILY = 2  # of the pairs drawn: those of the fewest ranks
 
 
 def joined(ranks: int, *job: object) -> Numbers:

@@ -33,7 +33,7 @@ SHARDED_TWICE = {
 }
 
 
-DAILY = [*QUICK, ("nesterov", "tp2"), *rotating(("sgd", "lion", "muon"), LAYOUTS, 2)]
+DAILY = [*QUICK, ("nesterov", "tp2"), *rotating(("sgd", "lion", "muon"), LAYOUTS, 4)]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ QUICK = [("full", "tp2 sp"), ("full", "pp2 zero_bubble")]
 
 @pytest.mark.parametrize(
     ("choice", "layout"),
-    slow_but(product(CROSSED, LAYOUTS), *QUICK, every=[*QUICK, *rotating(CROSSED, LAYOUTS, 2)]),
+    slow_but(product(CROSSED, LAYOUTS), *QUICK, every=[*QUICK, *rotating(CROSSED, LAYOUTS, 4)]),
 )
 def test_every_layout(layout, choice):
     values = {**LAYOUTS[layout], **CHOICES[choice], "model__vocab_size": 64}

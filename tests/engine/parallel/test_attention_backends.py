@@ -73,7 +73,7 @@ def packages(monkeypatch):
     forget_packages()
 
 
-@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK))
+@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, one_in=3))
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
     values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | CASES[backend, layout]

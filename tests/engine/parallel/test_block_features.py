@@ -100,7 +100,7 @@ def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **val
 # Quick: each part under sharded weights, and two families of most parts under a pipeline and a ring.
 QUICK = [(name, "tp2 sp zero3") for name in FEATURES] + [("gemma", "pp3"), ("gpt_oss", "cp2 ring")]
 
-DAILY = {*QUICK, *rotating(FEATURES, LAYOUTS, 3)}
+DAILY = {*QUICK, *rotating(FEATURES, LAYOUTS, 5)}
 
 
 @pytest.mark.parametrize(("name", "layout"), slow_but(product(FEATURES, LAYOUTS), *QUICK, every=DAILY))

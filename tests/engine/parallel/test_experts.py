@@ -126,7 +126,7 @@ QUICK = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp"
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        *slow_but(product(MODELS, LAYOUTS), *QUICK, every=[*QUICK, *rotating(MODELS, LAYOUTS, 2)]),
+        *slow_but(product(MODELS, LAYOUTS), *QUICK, every=[*QUICK, *rotating(MODELS, LAYOUTS, 4)]),
         *slow_but(product(["batch"], OTHERS), every=[("batch", "etp2"), ("batch", "ep2 hsdp")]),
     ],
 )
@@ -144,7 +144,7 @@ def latent_alone():
 
 # With other attention test_expert_layouts.py holds these to one process.
 HELD_ELSEWHERE = {"ep2 zero2", "ep2 zero1", "ep2dp2", "ep2pp2", "ep2pp2 gpipe", "ep2pp2 zero bubble", "ep4"}
-LATENT_DAILY = LATENT_LAYOUTS.keys() - HELD_ELSEWHERE - {"ep2dp2tp2sp"}
+LATENT_DAILY = LATENT_LAYOUTS.keys() - HELD_ELSEWHERE - {"ep2dp2tp2sp", "ep2cp2", "ep2 zero3"}
 
 
 @pytest.mark.parametrize("name", slow_but(list(LATENT_LAYOUTS), "ep2", "ep2tp2sp", every=LATENT_DAILY))

@@ -35,8 +35,8 @@ QUICK = (
 )
 DAILY = [
     *QUICK,
-    *rotating(("tensorwise", "delayed", "rowwise"), LAYOUTS, 3),
-    *rotating(("blockwise", "mxfp8"), BLOCKS_OF_ONE_PROCESS, 2),
+    *rotating(("tensorwise", "delayed", "rowwise"), LAYOUTS, 6),
+    *rotating(("blockwise", "mxfp8"), BLOCKS_OF_ONE_PROCESS, 4),
 ]
 
 

@@ -51,7 +51,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 QUICK = ("one process, capped logits", "a token a chunk", "dp2 zero3, packed", "tp2 sp, tied", "pp2 zero_bubble")
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, one_in=2))
 def test_as_one_process_with_full_logits(name):
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2

@@ -51,7 +51,7 @@ BASE: dict[str, Any] = {
 QUICK = ("one process", "one process, packed, in chunks", "tp2 sp", "cp2, packed", "pp2 1f1b", "pp2 zero_bubble")
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, one_in=2))
 def test_layouts_have_the_numbers_of_plain_torch(name):
     hold_to_one_process(small_spec(**few_samples(BASE | LAYOUTS[name])), prepare=shake)
 

@@ -80,7 +80,9 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", slow_but(FORMS, "key and value heads that ranks share", "biases", "blocks recomputed"))
+@pytest.mark.parametrize(
+    "form", slow_but(FORMS, "key and value heads that ranks share", "biases", "blocks recomputed", one_in=3)
+)
 def test_forms_of_a_layer_have_the_numbers_of_the_native_ones(form):
     layout, values = FORMS[form]
     native = float8_spec(layout, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", **values})

@@ -49,7 +49,10 @@ def library(monkeypatch):
 
 
 QUICK = ("one rank", "ep2", "etp2", "ep2 by all-gather", "padded to a capacity", "experts recomputed")
-BEFORE_A_RELEASE = {"dp2 optim", "a capacity", "a capacity on one rank", "layers recomputed"}
+BEFORE_A_RELEASE = {
+    *("dp2 optim", "a capacity", "a capacity on one rank", "layers recomputed", "tp2 without ep", "shared experts"),
+    "ep2 over tp2",
+}
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, *QUICK, every=CASES.keys() - BEFORE_A_RELEASE))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_variants import VARIANTS
 from published_configs import NO_SHAPE, published_configs
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.verify_config import shrink_config, verify_config
 from megalaunch.importers.huggingface.ignored_keys import ignore_reason
@@ -85,8 +86,7 @@ def test_it_is_read_as_transformers_reads_it(name):
     assert verification.agrees, verification
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in QUICK])
+@pytest.mark.parametrize("name", slow_but([name for name in PUBLISHED if name not in QUICK], one_in=2))
 def test_each_other_is_read_as_transformers_reads_it(name):
     verification = verify_config(PUBLISHED[name])
     assert verification.agrees or (name == NAMELESS and verification.reader is None), verification
@@ -207,8 +207,7 @@ def test_an_awkward_key_is_read_as_transformers_reads_it_or_refused(name):
     assert verification.agrees or (verification.reader is None and "rejects" in verification.reason), verification
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(VARIANTS, one_in=2))
 def test_no_key_that_is_null_or_missing_is_misread(variant):
     """Each key in turn: transformers and we agree, or one of us refuses the file."""
     base = config_of(variant)

@@ -32,6 +32,7 @@ PLAYED_BY_OTHERS = (
     *("qwen3_8b", "qwen3_tiny", "mistral_7b", "olmoe_7b", "qwen25_7b", "smollm3_3b", "gemma2_2b", "llama_tiny"),
     *("qwen3_moe_tiny", "smollm3_tiny", "tiny", "deepseek_v2", "gpt_oss_120b", "llama2_7b", "llama32_1b"),
     *("deepseek_v3", "gpt3_175b", "llama3_70b", "llama31_405b", "mixtral_8x22b", "qwen3_235b_a22b"),
+    *("llama3_8b", "quickstart", "smollm2_135m"),
 )
 PHASES = ["data", "train", "resume", "reshard", "export", "generate"]
 
