@@ -207,15 +207,15 @@ def tp_within_machine(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.gathers_by_microbatch", "A pipeline does not all-gather parameters for every microbatch.")
-def gathers_by_microbatch(at: RuleContext) -> Iterator[Violation]:
-    """optim_grads_params frees parameters after use, and a pipeline uses them once per microbatch and direction."""
+@rule("parallel.sharding_in_pipeline", "With pp > 1 gradients and parameters are not sharded.")
+def sharding_in_pipeline(at: RuleContext) -> Iterator[Violation]:
+    """A pipeline reduces gradients once a step, and keeps the parameters of its stages all-gathered until then."""
     p = at.spec.parallel
-    if p.data_sharding == "optim_grads_params" and p.pp > 1 and (at.dp or 1) * p.cp > 1 and (at.microbatches or 1) > 1:
+    if p.data_sharding in ("optim_grads", "optim_grads_params") and p.pp > 1 and (at.dp or 1) * p.cp > 1:
         yield Violation(
             "parallel.data_sharding",
-            f"optim_grads_params with pp {p.pp} all-gathers every parameter for each of {at.microbatches} microbatches",
-            {"pp": p.pp, "microbatches": at.microbatches},
-            ({"parallel.data_sharding": "optim"}, {"parallel.data_sharding": "optim_grads"}),
+            f"with pp {p.pp} {p.data_sharding} shards no more than optim: a stage holds full gradients and parameters",
+            {"pp": p.pp},
+            ({"parallel.data_sharding": "optim"},),
             "warning",
         )
