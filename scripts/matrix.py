@@ -26,6 +26,9 @@ PAIRS = ("3.11:2.11", "3.12:2.13", f"3.13:{NEWEST}")
 PARITY = (
     "tests/engine/parallel/test_tensor_parallel.py",
     "tests/engine/parallel/test_pipeline_parallel.py",
+    "tests/engine/parallel/test_data_parallel.py",
+    "tests/engine/parallel/test_communication.py",
+    "tests/engine/simulate/test_deep_plan.py",
     "tests/engine/checkpoint/test_resharding.py",
 )
 TRAIN = (

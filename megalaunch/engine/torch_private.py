@@ -159,6 +159,15 @@ def _set_dtype_of_reduction(group: Any, dtype: torch.dtype) -> None:
         group._reduce_dtype = dtype
 
     group._init_mp_dtypes = set_dtypes
+    # From torch 2.15 on a partial sum (`widen_fsdp_partial_sum`) is cast to the dtype of the reduction before each one.
+    if hasattr(group, "_prepare_partial_reduce_output"):
+        prepare = group._prepare_partial_reduce_output
+
+        def prepare_as_it_is(params: Any, sizes: Any, dtype: torch.dtype) -> Any:
+            partial = group._partial_reduce_output
+            return prepare(params, sizes, dtype if partial is None else partial.dtype)
+
+        group._prepare_partial_reduce_output = prepare_as_it_is
 
 
 def set_fsdp_async_all_gather(model: FSDPModule, enabled: bool) -> None:
@@ -168,14 +177,18 @@ def set_fsdp_async_all_gather(model: FSDPModule, enabled: bool) -> None:
 
 def run_fsdp_post_backward(model: FSDPModule) -> None:
     """Run the callback at the end of FSDP2's backward pass, which reduces all units that are not reduced yet."""
-    model._get_fsdp_state()._root_post_backward_final_callback()
+    state: Any = model._get_fsdp_state()
+    # From torch 2.15 on the end of a backward pass unsets the mode, which the callback wants set.
+    if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def widen_fsdp_partial_sum(unit: FSDPModule) -> None:
     """HSDP: cast a reduce-scattered gradient that waits for its all-reduce to the parameters' dtype."""
     for group in _fsdp_param_groups(unit):
         if group._partial_reduce_output is not None:
-            group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
+            group._partial_reduce_output = group._partial_reduce_output.to(group.fsdp_params[0].orig_dtype)
 
 
 def fsdp_unsharded_grads(unit: FSDPModule) -> Iterator[Tensor | None]:

@@ -48,6 +48,9 @@ class _Stage:
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, index % ranks
         self.is_first, self.is_last, self._ran = index == 0, index == stages - 1, ran
 
+    def skip_warmup(self) -> bool:
+        return True
+
     def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> torch.Tensor:
         self._ran.append(Part(FORWARD, self.stage_index, microbatch))
         return torch.zeros(())

@@ -83,9 +83,13 @@ def _observed(schedule: type[PipelineSchedule], observer: StepObserver) -> Calla
     """
 
     class Observed(schedule):  # type: ignore[misc, valid-type]
-        def _warmup_p2p(self, stages: list[ObservedStage], *args: Any) -> None:  # called from torch 2.13 on
+        def _warmup_p2p(self, stages: list[ObservedStage], *args: Any) -> None:  # called by torch 2.13 and 2.14
             if not all(stage.skip_warmup() for stage in stages):
                 super()._warmup_p2p(stages, *args)
+
+        def _initialize_pipeline_distributed_state(self, stages: list[ObservedStage], *args: Any) -> None:  # by 2.15
+            if not all(stage.skip_warmup() for stage in stages):
+                super()._initialize_pipeline_distributed_state(stages, *args)
 
         def _initialize_pp_stages(self, stages: list[PipelineStage], *args: Any, **kwargs: Any) -> Any:
             with observer.phase_scope("preparing"):
