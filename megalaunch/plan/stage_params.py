@@ -43,7 +43,7 @@ class DeviceParams:
 
     `layer` is its largest layer, `root` its embedding, positions, last norm and head, `head` the logits' projection.
     `copies` is the part of `root` that copies the first stage's embedding: it has no optimizer states there.
-    `active` are the parameters of its ACTIVE_CHUNKS largest chunks.
+    `active` are the parameters of its ACTIVE_CHUNKS largest chunks, `chunk` those of its largest one.
     """
 
     dense: float
@@ -53,6 +53,7 @@ class DeviceParams:
     head: float
     copies: float
     active: float
+    chunk: float
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
     copies = _model_ends(model, tp)[0] / tp if copied else 0.0
     # A table that two chunks share counts in both, so the sum may exceed the whole.
     active = min(dense + root + experts, sum(sorted(by_chunk)[-ACTIVE_CHUNKS:]))
-    return DeviceParams(dense + root, experts, largest, root, head, copies, active)
+    return DeviceParams(dense + root, experts, largest, root, head, copies, active, max(by_chunk, default=0.0))
 
 
 def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:

@@ -108,12 +108,19 @@ def test_one_microbatch_has_no_gradients_when_its_backward_pass_begins(llama):
     assert (one.phase, one.gradients) == (LOSS, 0.0)
 
 
-def test_a_pipeline_has_full_gradients_and_copies(llama):
-    """torch's stages reduce once, at their end, whatever is sharded (engine/parallel/fsdp.py)."""
+def test_the_stages_of_a_pipeline_shard_what_is_asked_for(llama):
+    """Of 4 ranks: gradients are reduced with every microbatch, of parameters two layers are gathered at once."""
     overrides = {"parallel__pp": 2, "batch__global_batch_size": 64}
-    zero1 = _with(llama, **overrides, parallel__data_sharding="optim")
-    zero3 = _with(llama, **overrides, parallel__data_sharding="optim_grads_params")
-    assert predict_memory(zero1).kinds == predict_memory(zero3).kinds
+    zero1, zero2, zero3 = (
+        predict_memory(_with(llama, **overrides, parallel__data_sharding=sharding))
+        for sharding in ("optim", "optim_grads", "optim_grads_params")
+    )
+    assert zero1.optimizer == zero2.optimizer == zero3.optimizer
+    assert zero2.gradients == zero3.gradients == zero1.gradients / 4
+    assert zero2.weights == zero1.weights
+    layer, embedding = (LLAMA - 2 * 128256 * 4096 - 4096) / 32, 128256 * 4096
+    assert zero1.weights - zero3.weights == 2 * (16 - 2) * layer
+    assert zero3.weights == (4 / 4 + 2) * embedding + (4 / 4 * 16 + 2 * 2) * layer
 
 
 def test_few_tokens_and_many_parameters_peak_as_embedding_and_head_are_summed(llama):

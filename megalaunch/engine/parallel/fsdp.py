@@ -12,9 +12,8 @@ With `overlap_param_gather` a unit's all-gather overlaps with the computation of
 With `outer_steps` there is no all-reduce over dp_replicate: replicas train apart (`optimizer/outer_optimizer.py`).
 
 The strategy decides when. ZeRO-1 all-gathers W and reduces dW once a step; ZeRO-0 has nothing to all-gather. ZeRO-2
-reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both.
-With pp > 1 W is not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded
-like W_r.
+reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both. A
+pipeline does so in each of its stages (`pipeline_sharding.py`). Optimizer states are sharded like W_r.
 
 Routed experts are held by edp ranks, not by all dp and cp ranks: they are sharded over edp_shard and replicated over
 edp_replicate. They belong to the unit of their layer, on a mesh of their own (`shard_placement_fn`), and not to a unit
@@ -86,9 +85,9 @@ def apply_fsdp(
         precision: FSDP2's policy: compute dtype, and dtype of the gradient accumulation over microbatches.
         reduce: dtype of the reduction of gradients over ranks.
     """
+    frees = ZERO_STAGES[parallel.data_sharding].reshard_after_forward
     for layer in (*model.layers.values(), *model.mtp.values()):
-        freed = ZERO_STAGES[parallel.data_sharding].reshard_after_forward and mesh.pp.size == 1
-        _shard_unit(layer, mesh, precision, reshard_after_forward=freed)
+        _shard_unit(layer, mesh, precision, reshard_after_forward=frees)
     # The root's parameters (embedding, head) are used at both ends of a pass: freeing them between would cost a second
     # all-gather.
     _shard_unit(model, mesh, precision, reshard_after_forward=False)
@@ -100,6 +99,8 @@ def apply_fsdp(
         # with the compute dtype, or a narrower one, it would round after every microbatch.
         set_fsdp_reduction(unit, reduce, _gloo_reduce_scatter if mesh.uses_gloo else None)
     _set_prefetch_order(model, mesh, parallel.overlap_param_gather)
+    if mesh.pp.size > 1 and frees and parallel.overlap_param_gather:
+        _prefetch_in_backward(model)
 
 
 def _shard_unit(unit: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
@@ -165,6 +166,17 @@ def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
         unit.set_modules_to_backward_prefetch([unit])
 
 
+def _prefetch_in_backward(model: Decoder) -> None:
+    """Name the unit that a backward pass all-gathers while a unit computes.
+
+    FSDP2 takes it from the order of the last forward passes, which it forgets at the end of a backward pass: in a
+    pipeline, those of microbatches that are still in flight.
+    """
+    layers = fsdp_modules(model)[1:]  # without the root, which stays gathered between forward and backward
+    for previous, unit in pairwise((*layers[:1], *layers)):
+        unit.set_modules_to_backward_prefetch([previous])
+
+
 def fsdp_modules(model: Decoder) -> list[FSDPModule]:
     """Return the FSDP units of a model: its root, its layers and its MTP depths."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -185,15 +197,25 @@ def set_grad_sync(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
 
 def reduce_grads_if_due(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
     """After each backward pass: reduce the gradients now if `overlap_grad_reduce` is off and a reduction is due."""
-    every = ZERO_STAGES[parallel.data_sharding].sync_every_microbatch
-    if (last or every) and not parallel.overlap_grad_reduce:
-        assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
-        model.set_requires_gradient_sync(True)
-        model.set_requires_all_reduce(last)
-        # It reduces all units that were not reduced during the backward pass: here every unit.
-        run_fsdp_post_backward(model)
+    if (last or ZERO_STAGES[parallel.data_sharding].sync_every_microbatch) and not parallel.overlap_grad_reduce:
+        reduce_grads(model, last)
+    _widen_partial_sums(model, parallel, last)
+
+
+def reduce_grads(model: Decoder, last: bool) -> None:
+    """Reduce the gradients of all units that were not reduced during the backward pass."""
+    assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(last)
+    run_fsdp_post_backward(model)
+
+
+def _widen_partial_sums(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
+    """Keep what the microbatches so far have reduced over dp_shard in the dtype of gradient accumulation.
+
+    FSDP2 would accumulate reduce-scattered gradients over microbatches in the dtype of the reduction.
+    """
     if parallel.dp_replicate > 1 and not parallel.outer_steps and not last:
-        # FSDP2 would accumulate reduce-scattered gradients over microbatches in the dtype of the reduction.
         for unit in fsdp_modules(model):
             widen_fsdp_partial_sum(unit)
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.fsdp import ZERO_STAGES
 from megalaunch.engine.parallel.pipeline_schedule import PipelineSchedule, make_schedule
+from megalaunch.engine.parallel.pipeline_sharding import ShardedStage
 from megalaunch.engine.parallel.pipeline_stage import STAGE, StageActivations
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.plan.stages import Stage
@@ -73,7 +75,9 @@ class Pipeline:
         self._mesh, self._schedule_name, self._loss = mesh, parallel.schedule, loss
         self._group = parallel.microbatch_group_size_per_vp_stage if parallel.schedule == "interleaved" else None
         numbers = [number for number, stage in enumerate(stages) if stage.rank == mesh.pp.rank]
-        self._parts = dict(zip(numbers, model.parts, strict=True))
+        sharded = ZERO_STAGES[parallel.data_sharding].sync_every_microbatch
+        parts: list[nn.Module] = [ShardedStage(part, parallel) if sharded else part for part in model.parts]
+        self._parts = dict(zip(numbers, parts, strict=True))
         self._number_of_stages = len(stages)
         self._observer, self._activations = observer, activations
         self._total_tokens: Sequence[float] = (1,)

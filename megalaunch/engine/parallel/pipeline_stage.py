@@ -19,7 +19,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.torch_version import TorchVersion
 
+from megalaunch.engine.parallel.pipeline_sharding import ShardedStage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, Phase, StepObserver
+
+_BackwardResult = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]
+"""Gradients of the inputs, and what torch keeps for the pass for weights."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,21 @@ class ObservedStage(PipelineStage):
         with self._observer.phase_scope("backward"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> _BackwardResult:
+        """Run a full backward pass, or that for inputs, or that for weights; a sharded stage reduces its gradients."""
+        if not isinstance(self.submod, ShardedStage):
+            return self._run_backward(backward_type, bwd_kwargs, last_backward)
+        self.submod.begin_backward(backward_type, last_backward)
+        result = self._run_backward(backward_type, bwd_kwargs, last_backward)
+        self.submod.end_backward(backward_type, last_backward)
+        return result
+
+    def _run_backward(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool) -> _BackwardResult:
+        result: _BackwardResult = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        return result
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the stage's gradients over data-parallel ranks, after its last backward pass."""
         with self._observer.phase_scope("backward"):
@@ -182,23 +201,17 @@ class SplitBackwardStage(LazyRecvStage):
     gradient was kept leads to another, and torch 2.11 adds up the gradients of a node's outputs.
     """
 
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Run a full backward pass, or that for inputs, or that for weights, without reducing gradients."""
+    def _run_backward(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool) -> _BackwardResult:
         if backward_type == "weight":  # the pass for inputs has told FSDP2 already not to reduce gradients
             for group in bwd_kwargs["param_groups"]:
                 _add_weight_grads(group)
             return (), None
         if backward_type == "full":
-            passed: tuple[Any, Any] = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            return passed
+            return super()._run_backward(backward_type, bwd_kwargs, last_backward)
         tensors = [value for value in bwd_kwargs["input_values"] if isinstance(value, Tensor)]
         # The nodes of autograd functions written in Python do not keep their graph, which the pass for weights needs.
         graph = [get_gradient_edge(output) for output in bwd_kwargs["stage_output"] if output.requires_grad]
-        grads, groups = super().backward_maybe_with_nosync(
-            backward_type, bwd_kwargs | {"input_values": tensors}, last_backward
-        )
+        grads, groups = super()._run_backward(backward_type, bwd_kwargs | {"input_values": tensors}, last_backward)
         for group in groups or ():
             group["graph"] = graph
         return grads, groups

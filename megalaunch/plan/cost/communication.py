@@ -14,6 +14,7 @@ from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.cost.stage_gathers import stage_gathers
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.memory.model_states import OUTER_BUCKET
+from megalaunch.plan.stage_validation import SPLIT_BACKWARD
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.plan.world import site_size
 from megalaunch.platform.chips import ChipFacts
@@ -242,10 +243,14 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: flo
 
 @dataclass(frozen=True)
 class ShardingRounds:
-    """How often a step all-gathers the parameters of a layer, and how often it reduce-scatters its gradients."""
+    """How often a step all-gathers the parameters of a layer, and how often it reduce-scatters its gradients.
+
+    Of the all-gathers `ahead` are issued layer by layer, each while the layer before it computes.
+    """
 
     gathers: float
     reductions: int
+    ahead: float
 
 
 def data_parallel(
@@ -268,8 +273,7 @@ def data_parallel(
         unit: parameters of the largest layer.
         window: seconds of compute of one microbatch.
     """
-    p, microbatches = spec.parallel, topology.microbatches
-    full_sharding = p.data_sharding == "optim_grads_params" and topology.pp == 1
+    p = spec.parallel
     width = 2 if spec.precision.grad_reduce_dtype == "bf16" else 4
     units = sum(params) / max(1.0, unit)  # each has collectives of its own
     reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width, units)
@@ -284,8 +288,9 @@ def data_parallel(
     if p.overlap_grad_reduce:
         hidden += min(reducing * (1 - share / rounds.reductions), window * rounds.reductions * c.BACKWARD_SHARE.value)
     if p.overlap_param_gather:
-        overlap = window * (microbatches if rounds.gathers > 1 else 1 - c.BACKWARD_SHARE.value)
-        hidden += min(gathering * (1 - share / (microbatches if full_sharding else rounds.gathers)), overlap)
+        overlap = window * (topology.microbatches if rounds.gathers > 1 else 1 - c.BACKWARD_SHARE.value)
+        first = topology.microbatches if p.data_sharding == "optim_grads_params" else rounds.gathers
+        hidden += min(gathering * (rounds.ahead / rounds.gathers) * (1 - share / first), overlap)
     # Every step all-reduces a few numbers over all ranks, to and fro: of tokens, and of loss and gradient norm.
     agreeing = 2 * c.STEP_SYNCS.value * wires.latency(topology.world, 1)
     return CommTime(reducing + gathering - hidden + agreeing, hidden)
@@ -305,17 +310,20 @@ def outer_step(spec: RunSpec, topology: Topology, wires: Interconnect, params: t
 def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, chunks: int) -> ShardingRounds:
     """Return the rounds of a pipeline rank with `chunks` virtual stages.
 
-    A pipeline reduces once per step, whatever is sharded, and gathers once unless its runtime frees stages.
+    Parameters are gathered once a step, unless a pipeline's runtime frees stages, or they are freed after each pass. Of
+    a backward in two passes both begin with an all-gather of the whole stage, which nothing hides.
     """
     p, microbatches = spec.parallel, topology.microbatches
-    if topology.pp > 1:
+    if p.data_sharding == "optim_grads_params":
+        split = topology.pp > 1 and p.schedule in SPLIT_BACKWARD
+        return ShardingRounds((3 if split else 2) * microbatches, microbatches, (1 if split else 2) * microbatches)
+    if p.data_sharding == "optim_grads":
+        return ShardingRounds(1, microbatches, 1)
+    gathers = 1.0
+    if topology.pp > 1 and stack.frees_stages and p.data_sharding != "no_shard":
         group = p.microbatch_group_size_per_vp_stage
-        freed = stack.frees_stages and p.data_sharding != "no_shard"
-        return ShardingRounds(
-            stage_gathers(p.schedule, topology.pp, chunks, rank, microbatches, group) if freed else 1, 1
-        )
-    reductions = microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
-    return ShardingRounds(2 * microbatches if p.data_sharding == "optim_grads_params" else 1, reductions)
+        gathers = stage_gathers(p.schedule, topology.pp, chunks, rank, microbatches, group)
+    return ShardingRounds(gathers, 1, gathers)
 
 
 def _dense_and_expert(

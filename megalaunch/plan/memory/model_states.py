@@ -14,6 +14,7 @@ from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import layer_parameters
 from megalaunch.plan.stage_params import DataShards, DeviceParams
+from megalaunch.plan.stage_validation import SPLIT_BACKWARD
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import GATED, ModelSpec
@@ -207,37 +208,47 @@ def _fsdp(
 ) -> ModelStates:
     """FSDP2: sharded main parameters, from which copies in the compute dtype are all-gathered.
 
-    A pipeline has full copies and gradients until its end for any strategy: its stages reduce once per step. Of many
-    chunks only the active ones have copies.
+    Of the chunks of a pipeline rank only the active ones have copies, unless each microbatch reduces gradients.
     """
     per_param = _ParamBytes.from_spec(spec, topology)
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
-    full_grads = pipelined or sharding in ("no_shard", "optim")  # full gradients until the last microbatch
+    split_backward = pipelined and spec.parallel.schedule in SPLIT_BACKWARD
+    full_grads = sharding in ("no_shard", "optim")  # full gradients until the last microbatch
     accumulates = topology.microbatches > 1
     all_params = params.dense + params.experts
     main_params = reduced_grads = per_param.main * sharded_params  # FSDP2 reduces into the dtype of the parameters
     grads_in_forward = 0.0  # no gradients yet while all microbatches are in flight
     if topology.microbatches > in_flight:
         grads_in_forward = per_param.grad * all_params if full_grads else reduced_grads
-    gathered = loss_gathered = params.active if pipelined else all_params
-    if sharding == "optim_grads_params" and not pipelined:
+    gathered = loss_gathered = params.active if full_grads else all_params
+    if sharding == "optim_grads_params":
         loss_gathered = params.root
         gathered = min(all_params, params.root + GATHERED_LAYERS * params.layer)
+        if split_backward:  # a whole chunk for each of its two backward passes
+            gathered = max(gathered, params.chunk)
     separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
     microbatch_end = None
     if accumulates and (full_grads or sharding == "optim_grads"):
         phase = MemoryPhase(main_params + per_param.compute * gathered, reduced_grads)
         microbatch_end = _fsdp_microbatch_end(topology, params, per_param, phase, shards, full_grads, separate_buffers)
-    layer_grads = per_param.reduced
+        if not full_grads:
+            held = per_param.compute * _last_root_matrix(spec, params)
+            microbatch_end = replace(microbatch_end, buffers=microbatch_end.buffers + held)
+    layer_grads: float = per_param.reduced
     if full_grads and accumulates:
         layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
+    elif accumulates and sharding == "optim_grads":  # optim_grads_params has freed the layer's weights before
+        layer_grads += per_param.reduced / shards  # the sum over ranks, to be accumulated
+    earlier_layers = 0.0
+    if split_backward and not full_grads:  # a chunk's gradients are reduced after the pass that computes them all
+        earlier_layers = per_param.compute * (params.chunk - params.layer)
     return ModelStates(
         optimizer=optimizer,
         loss=MemoryPhase(main_params + per_param.compute * loss_gathered, grads_in_forward),
         layer=MemoryPhase(
             main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
         ),
-        grad_reduce=params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0)),
+        grad_reduce=params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0)) + earlier_layers,
         last_layer=None
         if accumulates or pipelined
         else MemoryPhase(main_params + per_param.compute * gathered, reduced_grads * _finished_grad_fraction(params)),
@@ -282,6 +293,17 @@ def _fsdp_microbatch_end(
     return replace(sharded, buffers=reducing * params.root)
 
 
+def _last_root_matrix(spec: RunSpec, params: DeviceParams) -> float:
+    """Return the size of the matrix at the end of the parameters of the root; 0 if a vector is there.
+
+    While FSDP2's `foreach_reduce` reduces, a loop variable of it holds that gradient. A loss in chunks has the
+    gradient of the head already in the dtype of the reduction.
+    """
+    if params.head:
+        return 0.0 if spec.model.tie_word_embeddings or spec.train.loss_chunks > 1 else params.head
+    return 0.0 if spec.model.position_embedding == "learned" else params.root
+
+
 def _fsdp_step_end(
     topology: Topology,
     params: DeviceParams,
@@ -296,7 +318,7 @@ def _fsdp_step_end(
     all_params = params.dense + params.experts
     all_reduces = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
     copies = 2 if all_reduces or separate_buffers else 1
-    if topology.pp > 1:  # embedding and head are reduced first, while all layers' gradients are still full
+    if topology.pp > 1 and full_grads:  # embedding and head are reduced first, while layers have full gradients
         reduction = _grad_reduce_buffer(per_param.grad, per_param, shards, copies, accumulate=False, replicated=True)
         result = max(per_param.main, per_param.reduced) / shards
         reducing = params.root * max(per_param.grad, reduction + result - per_param.grad)

@@ -207,15 +207,16 @@ def tp_within_machine(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.sharding_in_pipeline", "With pp > 1 gradients and parameters are not sharded.")
-def sharding_in_pipeline(at: RuleContext) -> Iterator[Violation]:
-    """A pipeline reduces gradients once a step, and keeps the parameters of its stages all-gathered until then."""
-    p = at.spec.parallel
-    if p.data_sharding in ("optim_grads", "optim_grads_params") and p.pp > 1 and (at.dp or 1) * p.cp > 1:
+@rule("parallel.gathers_by_microbatch", "A pipeline gathers parameters and reduces gradients once a step.")
+def gathers_by_microbatch(at: RuleContext) -> Iterator[Violation]:
+    """optim_grads and optim_grads_params communicate with every microbatch, of which a pipeline needs many."""
+    p, data_ranks, microbatches = at.spec.parallel, (at.dp or 1) * at.spec.parallel.cp, at.microbatches or 1
+    does = {"optim_grads": "reduces all gradients", "optim_grads_params": "all-gathers all parameters"}
+    if p.data_sharding in does and p.pp > 1 and data_ranks > 1 and microbatches > 1:
         yield Violation(
             "parallel.data_sharding",
-            f"with pp {p.pp} {p.data_sharding} shards no more than optim: a stage holds full gradients and parameters",
-            {"pp": p.pp},
+            f"{p.data_sharding} with pp {p.pp} {does[p.data_sharding]} for each of {microbatches} microbatches",
+            {"pp": p.pp, "microbatches": microbatches},
             ({"parallel.data_sharding": "optim"},),
             "warning",
         )

@@ -137,7 +137,7 @@ def grad_rounding(at: RuleContext) -> Iterator[Violation]:
     precision, count = at.spec.precision, at.microbatches
     if precision.compute_dtype == "fp32" or count is None or count <= 64:
         return
-    is_sharded = at.spec.parallel.data_sharding in ("optim_grads", "optim_grads_params") and at.spec.parallel.pp == 1
+    is_sharded = at.spec.parallel.data_sharding in ("optim_grads", "optim_grads_params")
     key = "precision.main_params_dtype" if is_sharded else "precision.grad_dtype"
     if (precision.main_params_dtype if is_sharded else precision.grad_dtype) == "bf16":
         yield Violation(

@@ -158,7 +158,7 @@ def _layouts(layers: int, mtp: int, pp: int) -> Iterator[LayerSplit]:
 
 
 def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
-    """Return the data shardings to try; with a pipeline only "optim", as gradients and copies are full in any case."""
+    """Return the data shardings to try; with a pipeline only "optim": the others communicate with every microbatch."""
     p = spec.parallel
     if (p.dp or 1) * p.cp == 1 or p.pp > 1:
         return ("optim",)

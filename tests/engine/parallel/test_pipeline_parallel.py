@@ -114,6 +114,36 @@ def test_with_another_axis(name, schedule):
     _held_to_one_process(parallel__pp=2, parallel__schedule=schedule, model__num_layers=4, **values)
 
 
+SHARDED = [
+    ({"parallel__data_sharding": sharding, **axes}, schedule)
+    for sharding in ("optim_grads", "optim_grads_params")
+    for axes in ({"parallel__dp": 2}, {"parallel__dp": 4, "parallel__dp_replicate": 2})
+    for schedule in ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+]
+QUICK_SHARDED = (SHARDED[0], SHARDED[17])  # gradients with 1f1b, parameters with dualpipev
+NOT_OVERLAPPED = {"parallel__overlap_grad_reduce": False, "parallel__overlap_param_gather": False}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "schedule"),
+    slow_but(SHARDED, *QUICK_SHARDED, every=[*QUICK_SHARDED, *SHARDED[2::4]]),
+    ids=str,
+)
+@pytest.mark.parametrize("overlapped", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradients_and_parameters_sharded_in_each_microbatch(sharding, schedule, overlapped):
+    """Four microbatches a rank, all in flight at once where the schedule has it so."""
+    _held_to_one_process(
+        parallel__pp=2,
+        parallel__vpp=1 if schedule in ("1f1b", "gpipe") else 2,
+        parallel__schedule=schedule,
+        model__num_layers=4,
+        batch__micro_batch_size=1,
+        batch__global_batch_size=4 * sharding["parallel__dp"],
+        **sharding,
+        **({} if overlapped else NOT_OVERLAPPED),
+    )
+
+
 @pytest.mark.slow
 def test_three_axes():
     _held_to_one_process(

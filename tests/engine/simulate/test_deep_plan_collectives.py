@@ -74,6 +74,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 allgather": (2, {"parallel__cp": 2, "parallel__cp_comm_type": "allgather"}),
     "cp2 a2a": (2, {"parallel__cp": 2, "parallel__cp_comm_type": "a2a"}),
     "cp2 p2p": (2, {"parallel__cp": 2, "parallel__cp_comm_type": "p2p"}),
+    "pp2 zero3": (
+        4,
+        {
+            "parallel__dp": 2,
+            "parallel__pp": 2,
+            "parallel__schedule": "1f1b",
+            "parallel__data_sharding": "optim_grads_params",
+            "model__num_layers": 4,
+            "batch__micro_batch_size": 1,
+        },
+    ),
     "pp3 gpipe": (3, {"parallel__pp": 3, "parallel__schedule": "gpipe"}),
     "pp3 1f1b of many microbatches": (
         3,

@@ -47,7 +47,7 @@ CASES = {
         "parallel=tp2 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
         (*TINY, "platform=h100"),
     ),
-    "parallel.sharding_in_pipeline": Case("parallel=pp2dp2zero3", "parallel=pp2dp2zero1"),
+    "parallel.gathers_by_microbatch": Case("parallel=pp2dp2zero3", "parallel=pp2dp2zero1"),
     "parallel.heads_by_tp": Case(
         "parallel=tp8 model.num_query_groups=2", "parallel=tp8 model.num_query_groups=2 model.num_attention_heads=8"
     ),
