@@ -26,6 +26,9 @@ time.sleep(0.5)
 print("an error", file=sys.stderr)
 """
 
+# A signal that comes between Python's look for signals and the system call of a sleep is seen after that sleep.
+_WAIT = "for _ in range(300): time.sleep(0.1)"
+
 
 def start(folder: Path, code: str = "") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _PROGRAM, code]
@@ -53,10 +56,8 @@ def test_a_failure_before_that_is_the_command_s(tmp_path, code, expected):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_that_is_passed_on(tmp_path, number):
-    code = (
-        "import signal\nsignal.signal(signal.%s, lambda *_: sys.exit(75))\nprint('ready', flush=True)\ntime.sleep(30)"
-    )
-    process = start(tmp_path, code % number.name)
+    code = f"import signal\nsignal.signal({int(number)}, lambda *_: sys.exit(75))\nprint('ready', flush=True)\n{_WAIT}"
+    process = start(tmp_path, code)
     while process.stdout.readline() != "ready\n":
         pass
     process.send_signal(number)
@@ -65,7 +66,7 @@ def test_a_signal_before_that_is_passed_on(tmp_path, number):
 
 def test_ctrl_c_before_that_is_the_background_s(tmp_path):
     """The terminal sends it to both: the command waits for how the other ends."""
-    code = "try:\n    print('ready', flush=True); time.sleep(30)\nexcept KeyboardInterrupt:\n    sys.exit(130)"
+    code = f"try:\n    print('ready', flush=True)\n    {_WAIT}\nexcept KeyboardInterrupt:\n    sys.exit(130)"
     command = [sys.executable, "-c", _PROGRAM, code]
     pipes = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, cwd=tmp_path, **pipes)
