@@ -1,6 +1,7 @@
 """A command that cannot be forked is started as usual."""
 
 import subprocess
+import sys
 import time
 
 import warm_process
@@ -14,3 +15,10 @@ def test_a_fork_that_does_not_begin_prints_its_stack_and_is_replaced(monkeypatch
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("megalaunch ")
     assert "Timeout (0:00:01)!" in capfd.readouterr().err
+
+
+def test_a_process_that_has_loaded_ray_starts_commands_as_usual(monkeypatch):
+    command = [*MEGALAUNCH, "--version"]
+    assert warm_process._program(command) is not None
+    monkeypatch.setitem(sys.modules, "ray._raylet", object())
+    assert warm_process._program(command) is None

@@ -6,7 +6,8 @@ that it starts are forks. It shares what this process has imported and cached, a
 first environment of this process: tests of imports, of plug-ins and of what /proc shows start COLD_MEGALAUNCH.
 
 A lock that another thread held at the fork, in some library that a test has loaded, may stop the child before it is the
-command. It then prints its stack on the parent's standard error and ends, and the command is started as usual.
+command. It then prints its stack on the parent's standard error and ends, and the command is started as usual. Commands
+are started as usual, too, once a test has loaded Ray: its gRPC prints, in a fork, that it has lost its descriptors.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def warm_up() -> None:
 
 def _program(command: Sequence[str]) -> Callable[[], None] | None:
     """Return what Python would run, in a function, or None for another command."""
-    if len(command) < 3 or command[0] != sys.executable:
+    if len(command) < 3 or command[0] != sys.executable or "ray._raylet" in sys.modules:
         return None
     kind, what, *arguments = map(os.fspath, command[1:])
     if kind == "-m" and what in _MODULES:
