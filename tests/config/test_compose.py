@@ -92,6 +92,8 @@ def test_all_problems_come_at_once_with_their_places():
         ("paralel=tp2", "paralel", "unknown key; did you mean 'parallel'"),
         ("prallel.tp=2", "prallel.tp", "did you mean 'parallel.tp'"),
         ("lr=1", "lr", "did you mean 'optimizer.lr'"),
+        ("checkpoint.save_every=1", "checkpoint.save_every", "did you mean 'checkpoint.keep_every'"),
+        ("data.multiple_validation_sets=1", "data.multiple_validation_sets", "named in data.validation_sets"),
         ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
         ("recipe/x=5", "recipe/x", "GROUP=OPTION or SECTION.KEY=VALUE"),
         ("model@foo=tiny", "model@foo", r"add it: \+model@foo=tiny"),

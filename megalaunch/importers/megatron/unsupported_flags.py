@@ -177,7 +177,8 @@ UNSUPPORTED: dict[str, str] = {
         load-main-params-from-ckpt
     """,
     "test data and files of data arguments are not supported": "data-args-path per-split-data-args-path test-data-path",
-    "only one validation set is supported": "multiple-validation-sets validation-set-names start-eval-at-iter",
+    "further validation sets are named in data.validation_sets": "multiple-validation-sets validation-set-names",
+    "the first validation is after train.validation_interval steps": "start-eval-at-iter",
     "train always trains; megalaunch evaluate measures a checkpoint": "skip-train",
     "FIM splits entire documents and uses the tokens of data.fim_tokens": """
         fim-split-sample fim-fragment-rate fim-no-prefix fim-pad-token fim-eod-token
@@ -185,6 +186,9 @@ UNSUPPORTED: dict[str, str] = {
     "set conversations for fine-tuning with data.sft_data": "sft",
     "distillation from saved logits is not supported": "logits-*",
     "a YAML file of arguments is not read": "yaml-cfg",
-    "dumps of weights, gradients and activations are not supported": "save-*",
+    "dumps of weights, gradients, activations and expert loads are not supported": """
+        save-params-interval save-wgrads-interval save-dgrads-interval save-activations-interval
+        save-tokens-per-expert-interval
+    """,
     "use megalaunch plan to predict memory without devices": "fake-process-group",
 }
