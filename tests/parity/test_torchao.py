@@ -17,7 +17,7 @@ from megalaunch.kernels.grouped_linear import grouped_linear_by
 from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.schema.precision import Float8Spec
 
-REASON = "torchao is not installed (pip install --no-deps torchao)"
+REASON = "torchao (the extra `parity`) is not installed"
 torchao = pytest.importorskip("torchao.float8", reason=REASON)
 float8_linear = pytest.importorskip("torchao.float8.float8_linear", reason=REASON)
 mxfp8_linear = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear", reason=REASON)
