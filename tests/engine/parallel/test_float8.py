@@ -83,6 +83,20 @@ def test_layouts_agree_with_fine_scales(recipe, layout, one_rank_of, monkeypatch
     assert_close(run(fine_spec(FINE_LAYOUTS[layout], recipe)), one_rank_of(recipe))
 
 
+@pytest.mark.parametrize("setting", [{"format": "e4m3"}, {"wgrad": False}], ids=["e4m3", "wgrad in 16 bits"])
+def test_layouts_agree_in_other_formats_of_gradients(setting, one_rank_of, monkeypatch):
+    monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
+    monkeypatch.setattr(float8, "_BLOCKS", SMALL_BLOCKS)
+    fp8 = {"precision__fp8": {"recipe": "rowwise", **setting}}
+    expected, default = run(fine_spec({}, "rowwise", **fp8)), one_rank_of("rowwise")
+    assert_close(run(fine_spec(FINE_LAYOUTS["tp2 sp"], "rowwise", **fp8)), expected)
+    assert expected.losses[0] == default.losses[0], "the forward pass is the same"
+    changed = {name for name, g in expected.gradients.items() if not torch.equal(g, default.gradients[name])}
+    fp8_weights = {name for name in expected.gradients if name.startswith("layers.") and "norm" not in name}
+    assert fp8_weights <= changed
+    assert ("embedding.weight" in changed) == ("format" in setting), "its gradient passed the layers' input gradients"
+
+
 @pytest.mark.slow
 def test_a_compiled_decoder_has_the_numbers_of_an_eager_one(one_rank_of, monkeypatch):
     monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
