@@ -4,8 +4,15 @@ import subprocess
 import sys
 import time
 
+import pytest
 import warm_process
 from warm_process import MEGALAUNCH
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch):
+    """An earlier test of this process may have loaded it."""
+    monkeypatch.delitem(sys.modules, "ray._raylet", raising=False)
 
 
 def test_a_fork_that_does_not_begin_prints_its_stack_and_is_replaced(monkeypatch, capfd):
