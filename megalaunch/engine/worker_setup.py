@@ -116,12 +116,17 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._received_at = 0.0
+        self._started, self._received_at = time.monotonic(), 0.0
 
     def install(self) -> None:
         """Install the handler for both signals; must run in the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._received)
+
+    def request(self, time_limit: float | None) -> signal.Signals | None:
+        """Return the signal received, or SIGALRM if the process began more than `time_limit` minutes ago."""
+        is_over = time_limit is not None and time.monotonic() - self._started >= time_limit * 60
+        return self.signal or (signal.SIGALRM if is_over else None)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -35,6 +35,7 @@ CHANGEABLE = (
     "train.deterministic",
     "train.loss_chunks",
     "train.exit_at_step",
+    "train.exit_duration_in_mins",
     "train.validation_interval",
     "train.early_stopping.",
     "train.eval_tasks.",

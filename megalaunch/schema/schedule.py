@@ -37,6 +37,9 @@ class ScheduleSpec:
     min_lr: float | None = setting(
         None, "Learning rate at and after decay_steps; null: min_lr_fraction * optimizer.lr.", minimum=0
     )
+    embedding_min_lr: float | None = setting(
+        None, "The same of embedding and head, with optimizer.embedding_lr; null: min_lr.", minimum=0
+    )
     min_lr_fraction: float = setting(
         0.0, "Fraction of optimizer.lr at and after decay_steps if min_lr is null.", minimum=0, maximum=1
     )

@@ -21,6 +21,13 @@ class TrainSpec:
         "steps",
         minimum=1,
     )
+    exit_duration_in_mins: float | None = setting(
+        None,
+        "Save a checkpoint and exit after the first step that ends so long after the workers' start, to be resumed "
+        "later; null: no limit.",
+        "minutes",
+        minimum=0,
+    )
     seed: int = setting(1234, "Seed of weight initialization, dropout and data order.", minimum=0, maximum=2**63 - 1)
     validation_interval: int = setting(100, "Steps between validations; 0: only at the end.", "steps", minimum=0)
     early_stopping: EarlyStoppingSpec = field(default_factory=EarlyStoppingSpec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megalaunch.schema.schedule import ScheduleSpec
 
@@ -37,6 +38,17 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: float) -> float:
     progress = (step - warmup) / (horizon - warmup)
     share = 1 - progress if schedule.shape == "linear" else (math.cos(math.pi * progress) + 1) / 2
     return floor + share * (peak - floor)
+
+
+def embedding_learning_rate(schedule: ScheduleSpec, peak: float | None, step: float) -> float | None:
+    """Return the learning rate of embedding and head, down to `schedule.embedding_min_lr`; None without a `peak`.
+
+    As of Megatron-LM's --decoupled-lr and --decoupled-min-lr; for the arguments see `learning_rate`.
+    """
+    if peak is None:
+        return None
+    lowest = schedule.min_lr if schedule.embedding_min_lr is None else schedule.embedding_min_lr
+    return learning_rate(replace(schedule, min_lr=lowest), peak, step)
 
 
 def _wsd_decay_factor(schedule: ScheduleSpec, horizon: int, step: float) -> float:

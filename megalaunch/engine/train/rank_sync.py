@@ -17,6 +17,9 @@ from torch import Tensor
 
 from megalaunch.engine.run_end import RankError, RunEnd
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""The signals that end a run, the first that any rank has received counts. SIGALRM: its time is over."""
+
 
 @dataclass(frozen=True)
 class StepReduction:
@@ -112,14 +115,11 @@ def _on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 
 def _encode_stop_signal(received: signal.Signals | None) -> list[float]:
-    return [float(received == signal.SIGINT), float(received == signal.SIGTERM)]
+    return [float(received == each) for each in _STOP_SIGNALS]
 
 
 def _decode_stop_signal(votes: list[float]) -> signal.Signals | None:
-    interrupts, terminations = votes
-    if interrupts:
-        return signal.SIGINT
-    return signal.SIGTERM if terminations else None
+    return next((each for each, ranks in zip(_STOP_SIGNALS, votes, strict=True) if ranks), None)
 
 
 def raise_on_all_ranks(problem: RankError | None, step: int) -> None:

@@ -29,7 +29,7 @@ from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
-from megalaunch.engine.optimizer.learning_rate import learning_rate
+from megalaunch.engine.optimizer.learning_rate import embedding_learning_rate, learning_rate
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.float8 import begin_float8_step, end_float8_step, update_float8_scales
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
@@ -243,10 +243,9 @@ class TrainStep:
     def _learning_rates(self, update: int) -> tuple[float, float | None]:
         """Return the learning rate of an update, and that of embedding and head if they have one of their own."""
         schedule, optimizer = self._spec.schedule, self._spec.optimizer
-        own, position = optimizer.embedding_lr, schedule_position(self._spec, update)
-        return learning_rate(schedule, optimizer.lr, position), own if own is None else learning_rate(
-            schedule, own, position
-        )
+        position = schedule_position(self._spec, update)
+        own = embedding_learning_rate(schedule, optimizer.embedding_lr, position)
+        return learning_rate(schedule, optimizer.lr, position), own
 
     def _require_good(
         self,

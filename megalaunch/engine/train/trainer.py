@@ -126,7 +126,7 @@ class Trainer:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
         self._batch_sampler = make_batch_sampler(state.spec, state.mesh)
-        self._progress = TrainProgress(step=0, tokens=0)
+        self._progress, self._first_step = TrainProgress(step=0, tokens=0), 0
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
@@ -231,7 +231,7 @@ class Trainer:
             self._record.event("note", message=reading)
 
     def run(self) -> RunEnd:
-        """Train to `train.steps`, `train.exit_at_step` or a stop signal; return how it ended, or raise."""
+        """Train to the last step, the time limit or a stop signal; return how it ended, or raise."""
         batches = PrefetchingDataLoader(
             self._state.training,
             self._batch_sampler,
@@ -249,6 +249,7 @@ class Trainer:
             updates=self._progress.updates,
             history=self._history,
         )
+        self._first_step = self.step
         try:
             with StepGarbage() as garbage:
                 self._sync_stop_signal()
@@ -266,7 +267,7 @@ class Trainer:
             raise
         finally:
             batches.close()
-        if self._stop_signal is not None:
+        if self._stop_signal is not None and self._stop_signal != signal.SIGALRM:
             self._record.event("stop_requested", signal=self._stop_signal.name)
         if self.step > 0:
             self._weight_hashes.check_before_save(self.step)
@@ -283,10 +284,16 @@ class Trainer:
         """Error of this rank in logging or in an asynchronous save, not yet shared with the other ranks."""
         return self._record.problem or self._saver.problem
 
+    @property
+    def _stop_request(self) -> signal.Signals | None:
+        """The signal that this rank has received, SIGALRM once the time is over: after at least one step."""
+        is_first = self.step == self._first_step
+        return self._stop.request(None if is_first else self._spec.train.exit_duration_in_mins)
+
     def _sync_stop_signal(self, problem: RankError | None = None) -> None:
         """All-reduce stop signals and errors between steps; raises RunEnd on every rank if any has an error."""
         problem = problem or self._problem
-        self._stop_signal = sync_stop_signal(self._stop.signal, problem, self.step, self._mesh.device)
+        self._stop_signal = sync_stop_signal(self._stop_request, problem, self.step, self._mesh.device)
 
     def _one_step(self, step: TrainStep, batches: PrefetchingDataLoader) -> None:
         number, started = self.step + 1, time.perf_counter()
@@ -298,7 +305,7 @@ class Trainer:
         batch = batches.get(number, self._last_step)
         try:
             with self._profiler.record(number):
-                result = step.run(number, batch, self._stop.signal, self._problem)
+                result = step.run(number, batch, self._stop_request, self._problem)
         except BadStep as bad:
             self._handle_bad_step(bad, number, step)
             return
@@ -463,7 +470,7 @@ class Trainer:
             **({"early_stopped": True} if self._stopped_early else {}),
         }
         stop = self._stop_signal
-        if stop is None:
+        if stop is None or stop == signal.SIGALRM:
             return RunEnd(ExitCode.DONE, self._done_reason(), self.step, details)
         return RunEnd(exit_code_of(stop), f"stopped by {stop.name} after step {self.step}", self.step, details)
 
@@ -477,4 +484,7 @@ class Trainer:
             return f"nothing to do: the run is at step {self.step}, past {key}"
         if self.step == steps:
             return f"finished all {steps} steps"
+        if self._stop_signal == signal.SIGALRM:
+            limit = self._spec.train.exit_duration_in_mins
+            return f"stopped after step {self.step} of {steps}, train.exit_duration_in_mins={limit:g} after the start"
         return f"stopped after step {self.step} of {steps} as asked"

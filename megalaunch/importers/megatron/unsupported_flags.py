@@ -166,12 +166,10 @@ UNSUPPORTED: dict[str, str] = {
     "weight decay is constant": "start-weight-decay end-weight-decay weight-decay-incr-style",
     "QK norms have no weight decay": "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
     "this variant of muon is not supported": "muon-*",
-    "all weights share one minimum learning rate": "decoupled-min-lr",
     "freezing weights is not supported": "freeze-all-layers",
     "phase transitions are not supported, and steps to skip are train.iterations_to_skip": """
         iterations-to-skip phase-transition-iterations
     """,
-    "the length of a run is set in steps only": "exit-duration-in-mins",
     "load weights with checkpoint.load_pretrained after megalaunch convert": """
         finetune pretrained-checkpoint ckpt-step override-ckpt-iteration no-load-optim no-load-rng
         load-main-params-from-ckpt

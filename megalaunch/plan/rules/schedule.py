@@ -80,16 +80,18 @@ def warmup_init(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("schedule.embedding_floor", "min_lr is at most optimizer.embedding_lr.")
+@rule("schedule.embedding_floor", "The minimum learning rate of embedding and head is at most optimizer.embedding_lr.")
 def embedding_floor(at: RuleContext) -> Iterator[Violation]:
-    """The minimum applies to every parameter group."""
-    lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.embedding_lr
+    """It is schedule.embedding_min_lr, or else min_lr."""
+    schedule, peak = at.spec.schedule, at.spec.optimizer.embedding_lr
+    key = "min_lr" if schedule.embedding_min_lr is None else "embedding_min_lr"
+    lowest = getattr(schedule, key)
     if peak is not None and lowest is not None and lowest > peak:
         yield Violation(
             "optimizer.embedding_lr",
-            f"embedding_lr {peak:g} is below min_lr {lowest:g}",
-            {"embedding_lr": peak, "min_lr": lowest},
-            ({"schedule.min_lr": peak / 10}, {"optimizer.embedding_lr": None}),
+            f"embedding_lr {peak:g} is below {key} {lowest:g}",
+            {"embedding_lr": peak, key: lowest},
+            ({"schedule.embedding_min_lr": peak / 10}, {"optimizer.embedding_lr": None}),
         )
 
 
@@ -121,6 +123,17 @@ register_inert(
         "schedule.warmup_steps",
         lambda spec: bool(spec.schedule.warmup_steps),
         "there is no warmup (schedule.warmup_steps is 0)",
+    )
+)
+register_inert(
+    InertSetting(
+        "schedule.embedding_floor_idle",
+        "embedding_min_lr is set only with optimizer.embedding_lr.",
+        "Without it embedding and head have the learning rate of all weights.",
+        ("schedule.embedding_min_lr",),
+        "optimizer.embedding_lr",
+        lambda spec: spec.optimizer.embedding_lr is not None,
+        "optimizer.embedding_lr is null",
     )
 )
 register_inert(

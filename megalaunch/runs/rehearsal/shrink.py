@@ -109,6 +109,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "parallel.moe_token_dispatcher_type": "alltoall" if dispatcher == "flex" else dispatcher,
         "train.steps": STEPS,
         "train.exit_at_step": None,
+        "train.exit_duration_in_mins": None,
         "train.validation_interval": min(SAVED_STEP, spec.train.validation_interval),
         "train.early_stopping.patience": None,
         "train.eval_tasks.names": (),  # their texts are of another tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalaunch.engine.optimizer.learning_rate import learning_rate
+from megalaunch.engine.optimizer.learning_rate import embedding_learning_rate, learning_rate
 from megalaunch.schema.schedule import ScheduleSpec
 
 STEPS = (5, 10, 55, 90, 100, 101)
@@ -37,6 +37,16 @@ def test_a_warmup_from_above_zero():
     schedule = ScheduleSpec(shape="constant", warmup_steps=10, warmup_init_lr=1e-4, decay_steps=100)
     rates = [learning_rate(schedule, 1e-3, step) for step in (1, 5, 10)]
     assert rates == pytest.approx((1.9e-4, 5.5e-4, 1e-3), rel=1e-9)
+
+
+def test_embedding_and_head_fall_to_a_rate_of_their_own():
+    """Megatron-LM's groups with --decoupled-lr 2e-3 and --decoupled-min-lr 4e-4, halfway and after the decay."""
+    given = {"shape": "linear", "warmup_steps": 10, "decay_steps": 100, "min_lr": 1e-4}
+    own = ScheduleSpec(**given, embedding_min_lr=4e-4)
+    assert [embedding_learning_rate(own, 2e-3, step) for step in (5, 55, 101)] == pytest.approx((1e-3, 1.2e-3, 4e-4))
+    shared = ScheduleSpec(**given)
+    assert [embedding_learning_rate(shared, 2e-3, step) for step in (55, 101)] == pytest.approx((1.05e-3, 1e-4))
+    assert embedding_learning_rate(own, None, 55) is None
 
 
 def test_without_warmup_the_first_rate_is_near_the_peak():

@@ -132,6 +132,8 @@ def _votes(first: signal.Signals | None, second: signal.Signals | None) -> list[
     [
         (None, None, None),
         (None, signal.SIGTERM, signal.SIGTERM),
+        (None, signal.SIGALRM, signal.SIGALRM),
+        (signal.SIGALRM, signal.SIGTERM, signal.SIGTERM),
         (signal.SIGINT, None, signal.SIGINT),
         (signal.SIGTERM, signal.SIGINT, signal.SIGINT),
     ],

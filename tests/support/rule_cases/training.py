@@ -31,7 +31,12 @@ BATCH = {
 }
 SCHEDULE = {
     "schedule.warmup_init": Case("schedule.warmup_init_lr=0.02", "schedule.warmup_init_lr=0.01"),
-    "schedule.embedding_floor": Case("optimizer.embedding_lr=0.0009", "optimizer.embedding_lr=0.001"),
+    "schedule.embedding_floor": Case(
+        "optimizer.embedding_lr=0.0009", "optimizer.embedding_lr=0.0009 schedule.embedding_min_lr=0.0008"
+    ),
+    "schedule.embedding_floor_idle": Case(
+        "schedule.embedding_min_lr=1e-5", "schedule.embedding_min_lr=1e-5 optimizer.embedding_lr=1e-3"
+    ),
     "schedule.rate_zero": Case(
         "schedule.min_lr=0 schedule.decay_steps=10", "schedule.min_lr=0 schedule.decay_steps=19"
     ),
