@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from megalaunch.plan.layers import list_layers
+from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import FUSED_ATTENTION, PACKAGE_ATTENTION
 from megalaunch.schema import RunSpec
@@ -143,19 +145,39 @@ class KernelChoice:
     reason: str
 
 
+def computes_scores(model: ModelSpec, whole_samples: bool, length: int) -> bool:
+    """Return whether `auto` computes the scores of a model in fp32, because the model modifies them.
+
+    Sinks join the log-sum-exp by which blocks are merged. Short samples have no blocks, and torch's operator no sinks.
+
+    Args:
+        model: the model.
+        whole_samples: a rank attends over all tokens of a sample: without cp, and after an all-to-all.
+        length: the tokens of a sample.
+    """
+    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
+        return True
+    return model.attention_sinks and whole_samples and length <= DENSE_MASK_TOKENS
+
+
 def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
     """Return what `auto` takes for layers with this sliding window (None: full attention)."""
     model, length = spec.model, spec.batch.sequence_length
     blocks: AutoKernel = "flash_blocks" if _has_flash(spec) else "fp32_blocks"
     masked = spec.data.reset_attention_mask or (window or length) < length
-    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
-        return KernelChoice("fp32_blocks", "fused kernels have no soft cap, and other dropout masks")
-    if spec.parallel.cp > 1 and spec.parallel.cp_comm_type != "a2a":
+    whole = spec.parallel.cp == 1 or most_common_cp_comm_type(spec.parallel) == "a2a"
+    if computes_scores(model, whole, length):
+        only_sinks = model.attn_logit_softcapping is None and not model.attention_dropout
+        short = f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
+        return KernelChoice(
+            "fp32_blocks", short if only_sinks else "fused kernels have no soft cap, and other dropout masks"
+        )
+    if not whole:
         return KernelChoice(blocks, "context parallelism merges them by their log-sum-exp")
+    if model.attention_sinks:
+        return KernelChoice(blocks, f"sinks in samples above {DENSE_MASK_TOKENS:,} tokens")
     if masked and length > DENSE_MASK_TOKENS:
         return KernelChoice(blocks, f"documents or windows in samples above {DENSE_MASK_TOKENS:,} tokens")
-    if model.attention_sinks:
-        return KernelChoice("fp32_blocks", "torch's operator has no sinks")
     if masked:
         return KernelChoice("dense_mask", f"samples have at most {DENSE_MASK_TOKENS:,} tokens")
     if device_of(spec) == "cpu":
@@ -189,10 +211,18 @@ def describe_auto(device: str) -> str:
 
 
 def describe_backend(spec: RunSpec) -> str:
-    """Return which kernel of attention a run takes, and why, in one sentence."""
+    """Return which kernel of attention a run takes, and why, in one sentence; of windows and full attention if two."""
     if spec.model.attention_backend != "auto":
         return f"{BACKENDS[spec.model.attention_backend].meaning}: chosen by model.attention_backend"
-    choice = choose_kernel(spec, spec.model.sliding_window)
+    windows = {layer.window for layer in list_layers(spec.model)}
+    by_window = {window: choose_kernel(spec, window) for window in windows}
+    if len(set(by_window.values())) == 1:
+        return _describe_choice(by_window[windows.pop()])
+    full = _describe_choice(by_window.pop(None))
+    return "; ".join((*map(_describe_choice, by_window.values()), f"in layers without a window {full}"))
+
+
+def _describe_choice(choice: KernelChoice) -> str:
     separator = ", " if choice.kernel == "cpu" else ": "
     return f"{_KERNELS[choice.kernel]}{separator}{choice.reason}"
 

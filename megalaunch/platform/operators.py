@@ -39,12 +39,14 @@ def implementations(device: str) -> Iterator[Implementation]:
         yield Implementation(
             "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, selected by torch"
         )
-    yield Implementation("attention with a window or documents", f"{_SDPA} with a mask")
+    yield Implementation("attention with a window or documents in short samples", f"{_SDPA} with a mask")
     scores = f"{_ATTENTION}.online_softmax, fp32 scores"
     flash = {"cpu": "flash attention", "cuda": f"flash attention in 16 bits; in fp32 {scores}"}
-    yield Implementation("attention by blocks (cp)", flash.get(device, scores))
-    yield Implementation("attention with sinks (without cp), soft cap or dropout", scores)
-    form = "_triton" if device in TRITON_DEVICES and find_spec("triton") is not None else ", in torch"
+    blocks = "attention by blocks (cp; windows, documents and sinks in long samples)"
+    yield Implementation(blocks, flash.get(device, scores))
+    yield Implementation("attention with a soft cap or dropout, or sinks in short samples", scores)
+    has_triton = device in TRITON_DEVICES and find_spec("triton") is not None
+    form = "_triton" if has_triton else ", in torch"
     yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")
     yield Implementation("GEGLU", f"{_KERNELS}.geglu{form}")
     yield Implementation("casts to fp8", f"{_KERNELS}.float8_cast{form}")
@@ -57,5 +59,9 @@ def implementations(device: str) -> Iterator[Implementation]:
         yield Implementation("cross-entropy", f"{_KERNELS}.cross_entropy")
         yield Implementation("gradient norm", f"{_KERNELS}.tensor_norms")
         yield Implementation("LayerNorm, RoPE and other matmuls", "torch")
+    elif has_triton:
+        yield Implementation("residual addition with the norm after it", f"{_KERNELS}.add_norm_triton")
+        yield Implementation("RoPE", f"{_KERNELS}.rope_triton")
+        yield Implementation("matmuls, other norms and cross-entropy", "torch")
     else:
         yield Implementation("matmuls, norms, RoPE and cross-entropy", "torch")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megalaunch.cli.doctor import build_report, report_text
-from megalaunch.kernels import forms
+from megalaunch.kernels import add_norm, forms, rope
 from megalaunch.kernels.grouped_linear import grouped_linear
 from megalaunch.platform import operators, selection
 from megalaunch.platform import packages as packages_module
@@ -118,6 +118,17 @@ def test_the_permutation_of_tokens_is_the_one_that_runs(device, installed, monke
     in_triton = forms.uses_triton(on_device)
     assert in_triton == (device == "cuda" and installed)
     assert said == ("megalaunch.kernels.permute_triton" if in_triton else "megalaunch.kernels.permute, in torch")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "musa"])
+def test_the_kernels_of_norms_and_rotations_are_those_that_run(device, installed, monkeypatch):
+    monkeypatch.setattr(operators, "find_spec", lambda name: "found" if installed else None)
+    monkeypatch.setattr(forms, "_has_triton", lambda: installed)
+    said = " ".join(row.implementation for row in implementations(device))
+    on_device = SimpleNamespace(is_cuda=device == "cuda", shape=(1, 8), device=SimpleNamespace(type=device))
+    assert (f"{rope.__name__}_triton" in said) == rope.fuses_rope(on_device)
+    assert (f"{add_norm.__name__}_triton" in said) == add_norm.fuses_add_norm(on_device, torch.empty(8))
 
 
 @pytest.mark.parametrize(("width", "calls"), [(8, 1), (7, 0)])  # 7 numbers of 4 bytes are no multiple of 16

@@ -18,6 +18,8 @@ WIDE = ("model.head_dim=16",)
 FP32 = "precision.compute_dtype=fp32"
 WINDOW = "model.sliding_window=8"
 PACKED = "data.reset_attention_mask=true"
+SINKS = "model.attention_sinks=true"
+ULYSSES = ("parallel=cp2", "parallel.cp_comm_type=a2a")
 LONG = ("batch.sequence_length=4096", "model.max_position_embeddings=4096")
 
 
@@ -105,7 +107,12 @@ def test_a_fix_names_no_other_package(backend):
         ((*H100, *LONG, WINDOW), "blocks of flash attention: documents or windows in samples above 2,048 tokens"),
         ((*H100, "parallel=cp2"), "blocks of flash attention: context parallelism"),
         ((*H100, "precision.compute_dtype=fp32", "parallel=cp2"), "blocks with scores in fp32: context parallelism"),
-        ((*H100, "model.attention_sinks=true"), "blocks with scores in fp32: torch's operator has no sinks"),
+        ((*H100, SINKS), "blocks with scores in fp32: torch's operator has no sinks, and samples have at most 2,048"),
+        ((*H100, *LONG, SINKS), "blocks of flash attention: sinks in samples above 2,048 tokens"),
+        ((*H100, "parallel=cp2", SINKS), "blocks of flash attention: context parallelism"),
+        ((*H100, *ULYSSES, SINKS), "blocks with scores in fp32: torch's operator has no sinks"),
+        ((*H100, *LONG, *ULYSSES, SINKS), "blocks of flash attention: sinks in samples above 2,048 tokens"),
+        ((*H100, "model=gpt_oss_20b", *LONG), "blocks of flash attention: sinks in samples above 2,048 tokens"),
         ((*H100, "model.attn_logit_softcapping=30"), "fused kernels have no soft cap"),
         ((*H100, "model.attention_backend=flash"), "chosen by model.attention_backend"),
         ((*H100, "model.attention_backend=flash_attn"), "package flash-attn: chosen by model.attention_backend"),
@@ -113,6 +120,25 @@ def test_a_fix_names_no_other_package(backend):
 )
 def test_a_run_reports_its_kernel_and_why(overrides, said):
     assert said in describe_backend(resolved(*overrides)[0])
+
+
+def test_a_run_reports_the_kernels_of_both_kinds_of_layers():
+    mixed = resolved(*H100, *LONG, WINDOW, "model.sliding_window_pattern=2")[0]
+    windows = "blocks of flash attention: documents or windows in samples above 2,048 tokens"
+    full = "torch's operator: flash, cuDNN or memory-efficient, in torch's order of preference"
+    assert describe_backend(mixed) == f"{windows}; in layers without a window {full}"
+    assert describe_backend(with_values(mixed, {"model.sliding_window": None})) == full
+    assert describe_backend(with_values(mixed, {"model.sliding_window_pattern": None})) == windows
+
+
+def test_scores_of_sinks_cost_time_in_short_samples_only():
+    spec, _ = resolved(*H100, *LONG, SINKS)
+    plain = with_values(spec, {"model.attention_sinks": False})
+    blocks, fused = (attention_kernel(one, engine_stack(one), None) for one in (spec, plain))
+    assert (blocks.rate, blocks.block) == (fused.rate, fused.block)
+    assert (blocks.merges, fused.merges) == (1, 0)  # of the one block with the sinks
+    short = attention_kernel(with_values(spec, {"batch.sequence_length": 2048}), engine_stack(spec), None)
+    assert (short.rate, short.fp32, short.all_pairs) == (None, True, True)
 
 
 @pytest.mark.parametrize(

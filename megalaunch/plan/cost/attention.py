@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalaunch.plan.attention_backends import choose_kernel, has_library_ring
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, choose_kernel, has_library_ring
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.layers import Layer
@@ -78,9 +78,10 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     if backend != "auto":
         return replace(fused, rate=_named_rate(backend), all_pairs=backend == "efficient" and _masked(spec, window))
     choice = choose_kernel(spec, window).kernel
-    if choice == "fp32_blocks":
-        return AttentionKernel(None, block, fp32=True)
+    if choice == "fp32_blocks":  # a short sample has one mask, that hides scores after they were computed
+        return AttentionKernel(None, block, all_pairs=whole and length <= DENSE_MASK_TOKENS, fp32=True)
     if choice == "flash_blocks":
+        fused = replace(fused, merges=merges or 1.0)  # a sample's only block is merged into an output of its own
         if window is None or window >= block:
             return fused
         return replace(fused, block=window, merges=merges + 2)  # a tile's queries see a causal and an anti-causal block

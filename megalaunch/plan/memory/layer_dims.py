@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, computes_scores
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
@@ -115,7 +116,10 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class DtypesAndGroups:
-    """Dtypes and parallel degrees: what a layer's memory depends on besides the model."""
+    """Dtypes and parallel degrees: what a layer's memory depends on besides the model.
+
+    `micro_batch_size` is 1 where nothing depends on it, so that layouts share the bytes of a layer.
+    """
 
     tp: int
     etp: int
@@ -125,6 +129,7 @@ class DtypesAndGroups:
     residual_dtype: str
     recompute_modules: tuple[RecomputeModule, ...]
     sequence_length: int
+    micro_batch_size: int
     cp: int
     cp_comm_type: ContextCommType
     reset_attention_mask: bool
@@ -136,6 +141,7 @@ class DtypesAndGroups:
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
         """Return those of a resolved spec."""
         p, recompute = spec.parallel, spec.recompute
+        dynamic_cp = p.dynamic_context_parallel and p.cp > 1
         return cls(
             tp=p.tp,
             etp=p.etp or 1,
@@ -145,10 +151,11 @@ class DtypesAndGroups:
             residual_dtype=spec.precision.residual_dtype,
             recompute_modules=recompute.modules if recompute.granularity == "selective" else (),
             sequence_length=spec.batch.sequence_length,
+            micro_batch_size=(spec.batch.micro_batch_size or 1) if dynamic_cp else 1,
             cp=p.cp,
             cp_comm_type=most_common_cp_comm_type(p),
             reset_attention_mask=spec.data.reset_attention_mask,
-            dynamic_cp=p.dynamic_context_parallel and p.cp > 1,
+            dynamic_cp=dynamic_cp,
             moe_load_imbalance=p.moe_load_imbalance,
             rows_are_sent=p.moe_token_dispatcher_type == "alltoall",
         )
@@ -261,7 +268,7 @@ def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> fl
 
 def _is_unfused(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
     """Return whether attention holds all scores: math, over whole samples (under cp, after an all-to-all)."""
-    return model.attention_backend == "math" and (dtypes.cp == 1 or dtypes.cp_comm_type == "a2a")
+    return model.attention_backend == "math" and _attends_over_samples(dtypes)
 
 
 def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups, dense_mask_tokens: int) -> float:
@@ -272,8 +279,8 @@ def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups, dense_mask_tokens: int
     """
     if dtypes.sequence_length > dense_mask_tokens or model.attention_backend not in ("auto", "efficient"):
         return 0.0
-    whole = dtypes.cp == 1 or (dtypes.cp_comm_type == "a2a" and not dtypes.dynamic_cp)
-    return dtypes.sequence_length if dtypes.reset_attention_mask and whole and not _needs_score_mod(model) else 0
+    masked = dtypes.reset_attention_mask and _attends_over_samples(dtypes) and not _needs_score_mod(model)
+    return dtypes.sequence_length if masked else 0
 
 
 def _score_bytes(
@@ -287,15 +294,49 @@ def _score_bytes(
     """
     if _is_unfused(model, dtypes):
         return _unfused_peak(model, dtypes, heads)
-    scores_in_blocks = {"auto": _needs_score_mod(model), "math": True}.get(model.attention_backend, False)
-    if not (scores_in_blocks and profile.query_block):
+    if not (_computes_scores(model, dtypes) and profile.query_block):
         return 0.0
-    local_length = dtypes.sequence_length / dtypes.cp
-    queries = dtypes.sequence_length if dtypes.cp_comm_type == "a2a" else local_length
-    keys = local_length if _is_ring(dtypes) else dtypes.sequence_length
-    scores = heads * min(profile.query_block / queries, 1.0) * keys
+    call = _largest_call(model, dtypes)
+    scores = heads * min(profile.query_block / call.queries, 1.0) * call.keys
     modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
-    return profile.score_copies * 4 * (scores + 4 * query) + modified * scores
+    return call.share * (profile.score_copies * 4 * (scores + 4 * query) + modified * scores)
+
+
+def _computes_scores(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
+    """Return whether scores are computed in fp32, by blocks of queries."""
+    if model.attention_backend != "auto":
+        return model.attention_backend == "math"
+    if dtypes.dynamic_cp:  # attends to short documents, and to the first part of long ones, as to whole samples
+        return computes_scores(model, True, min(dtypes.sequence_length, DENSE_MASK_TOKENS))
+    return computes_scores(model, _attends_over_samples(dtypes), dtypes.sequence_length)
+
+
+def _attends_over_samples(dtypes: DtypesAndGroups) -> bool:
+    """Return whether a rank attends over all tokens of a sample: without cp, and after an all-to-all."""
+    return dtypes.cp == 1 or dtypes.cp_comm_type == "a2a"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of attention: its queries and keys per row, and its share of the rank's tokens of a microbatch."""
+
+    queries: float
+    keys: float
+    share: float = 1.0
+
+
+def _largest_call(model: ModelSpec, dtypes: DtypesAndGroups) -> _Call:
+    """Return the largest call whose scores are computed."""
+    length, local_length = dtypes.sequence_length, dtypes.sequence_length / dtypes.cp
+    if dtypes.dynamic_cp:  # a document at a time, whole where a rank has so many tokens
+        tokens = dtypes.micro_batch_size * local_length
+        if computes_scores(model, False, length):
+            queries = min(length, tokens)
+            return _Call(queries, length, queries / tokens)
+        queries = min(length, tokens, DENSE_MASK_TOKENS)
+        return _Call(queries, queries, queries / tokens)
+    queries = length if dtypes.cp_comm_type == "a2a" else local_length
+    return _Call(queries, local_length if _is_ring(dtypes) else length)
 
 
 def _saved_weight_keys(

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attention_packages import forget_packages, stand_in_for_attention_packages
+from made_specs import resolved
 from torch.nn.attention import flex_attention as torch_flex_attention
 
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.attention import core, online_softmax
 from megalaunch.engine.model.attention.core import NO_CP, NoContextParallel
+from megalaunch.engine.model.attention.online_softmax import OnlineSoftmax
 from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.engine.parallel import context_parallel
+from megalaunch.engine.parallel.context_parallel import ContextParallel
+from megalaunch.kernels.flash_attention import FLASH_KERNELS
+from megalaunch.plan import attention_backends
+from megalaunch.plan.attention_backends import choose_kernel
+from megalaunch.schema import with_values
 
 TOKENS = 24
 SEEDS = torch.tensor([[3, 5, 7, 9], [11, 13, 15, 17]])
@@ -98,6 +111,61 @@ def test_a_backend_is_never_replaced(backend, scores, said):
 def test_torch_has_no_backward_of_flex_attention_on_a_cpu():
     with pytest.raises(RuntimeError, match="backward on CPU"):
         _results("flex", "causal")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels that attention calls, by the planner's names."""
+    called = set()
+
+    def watch(place, name, kernel):
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, **kwargs: called.add(kernel) or function(*args, **kwargs))
+
+    watch(core, "causal_sdpa", "cpu")
+    watch(online_softmax, "masked_sdpa", "dense_mask")
+    watch(OnlineSoftmax, "add", "fp32_blocks")
+    flash = FLASH_KERNELS["cpu"]
+    watched = replace(flash, forward=lambda *args: called.add("flash_blocks") or flash.forward(*args))
+    monkeypatch.setitem(FLASH_KERNELS, "cpu", watched)
+    return called
+
+
+PLANNED = {
+    "plain": {},
+    "sinks": {"model.attention_sinks": True},
+    "cap": {"model.attn_logit_softcapping": 1.5},
+    "capped sinks": {"model.attention_sinks": True, "model.attn_logit_softcapping": 1.5},
+}
+
+
+@pytest.mark.parametrize("exchange", [None, "p2p", "allgather", "a2a"])
+@pytest.mark.parametrize("length", [TOKENS, TOKENS + 4])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_planner_names_the_kernel_of_the_engine(scores, mask, length, exchange, kernels, monkeypatch):
+    for module in (core, attention_backends):
+        monkeypatch.setattr(module, "DENSE_MASK_TOKENS", TOKENS)
+    documents, window = MASKS[mask]
+    spec = with_values(
+        resolved("recipe=tiny", "data.corpus=x")[0],
+        {"batch.sequence_length": length, "data.reset_attention_mask": documents is not None, **PLANNED[scores]}
+        | ({} if exchange is None else {"parallel.cp": 2, "parallel.cp_comm_type": exchange}),
+    )
+    context = NO_CP if exchange is None else _one_rank_of_context_parallelism(exchange, monkeypatch)
+    ids = None if documents is None else torch.arange(length)[None].div(5, rounding_mode="floor")
+    (attend,) = context.make_attention(length, ids, [window], torch.device("cpu"))
+    q, k = (torch.randn(1, heads, length, 16) for heads in (4, 2))
+    sinks = torch.randn(4) if "sinks" in scores else None
+    attend(q, k, k, ScoreMod(sinks=sinks, soft_cap=SCORES[scores].get("soft_cap")))
+    assert kernels == {choose_kernel(spec, window).kernel}
+
+
+def _one_rank_of_context_parallelism(exchange, monkeypatch) -> ContextParallel:
+    """Return the attention of cp without other ranks: all tokens are of this one, and exchanges return their input."""
+    for name in ("all_gather_async", "all_to_all_async"):
+        monkeypatch.setattr(context_parallel, name, lambda x, *of: SimpleNamespace(wait=lambda: x))
+    return ContextParallel(Axis("cp"), (exchange,))
 
 
 def test_auto_is_the_default():

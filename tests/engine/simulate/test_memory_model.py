@@ -148,6 +148,13 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash_attn", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, SINKS)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, "model.sliding_window=512", PACKED)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=allgather")),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=a2a")),
+    Case("cp2", 2, (2, 1, 4096), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=a2a")),
     Case("zero0", 4, (8, 1, 64), STEP_END, ("precision.grad_reduce_dtype=bf16",)),
     Case(
         "pp3", 6, (12, 1, 128), MICROBATCH_END, ("parallel.data_sharding=no_shard", "precision.grad_reduce_dtype=bf16")
@@ -212,6 +219,9 @@ def _on_processors(layout: str, ranks: int, batch: tuple[int, int, int], moment:
 
 DEALT = ("parallel.dynamic_context_parallel=true", "data.reset_attention_mask=true")
 CASES += [
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),  # whole documents: one on each rank
+    Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "model.attn_logit_softcapping=30", *DEALT)),
     _on_processors("dp", 1, (4, 4, 512), LOSS, CAPPED),
     _on_processors("dp", 1, (4, 4, 512), LOSS),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS),  # attention's weights are kept
