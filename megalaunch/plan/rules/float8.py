@@ -264,22 +264,6 @@ def tokens(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.layers_delayed", "With the delayed recipe first_layers_bf16 and last_layers_bf16 are 0.")
-def layers_delayed(at: RuleContext) -> Iterator[Violation]:
-    """The delayed recipe has one amax history for all layers."""
-    fp8 = at.spec.precision.fp8
-    if _alignment(at) and fp8.recipe == "delayed" and fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0:
-        yield Violation(
-            "precision.fp8.recipe",
-            "first_layers_bf16 and last_layers_bf16 are not supported with the delayed recipe",
-            {"first_layers_bf16": fp8.first_layers_bf16, "last_layers_bf16": fp8.last_layers_bf16},
-            (
-                {"precision.fp8.recipe": "tensorwise"},
-                {"precision.fp8.first_layers_bf16": 0, "precision.fp8.last_layers_bf16": 0},
-            ),
-        )
-
-
 @rule("fp8.layers_left", "Some layer computes in fp8.")
 def layers_left(at: RuleContext) -> Iterator[Violation]:
     """first_layers_bf16 + last_layers_bf16 is below num_layers."""

@@ -7,6 +7,7 @@ a border; their effect on a gradient is small beside its largest value.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from statistics import median
@@ -25,6 +26,7 @@ from megalaunch.engine.parallel import compile as compiling
 from megalaunch.engine.parallel.float8 import float8_states
 from megalaunch.engine.precision import float8, policy
 from megalaunch.engine.precision.amax_history import AmaxHistories
+from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"tp": 2, "sequence_parallel": True},
@@ -146,6 +148,20 @@ def test_delayed_scales_resume(layout, tmp_path):
     resumed = run_ranks(spec.cluster.devices_per_node, _resumed, spec, checkpoint)[0]
     tolerance = 0.0 if layout == "one rank" else 1e-4
     assert resumed.losses == pytest.approx(through.losses, rel=tolerance, abs=0)
+
+
+def test_delayed_scales_beside_layers_in_bf16(tmp_path):
+    """A history belongs to a layer: those in bf16 have none, and under pp2 none is in the first stage."""
+    ends = {"precision__fp8": {"recipe": "delayed", "first_layers_bf16": 2, "last_layers_bf16": 1}}
+    (through,) = run_ranks(1, _trained_on, float8_spec({}, "delayed", **ends), tmp_path)
+    (checkpoint,) = tmp_path.rglob("step_00000002")
+    histories = [name for name in read_tensor_index(checkpoint) if name.startswith("fp8.")]
+    assert {name.split(".")[2] for name in histories} == {"2"}
+    assert len(histories) == 7
+    for layout in ("tp2 sp", "pp2"):
+        ranks = run_ranks(2, _resumed, float8_spec(FINE_LAYOUTS[layout], "delayed", **ends), checkpoint)
+        found = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
+        assert_close(replace(ranks[0], gradients=found), through)
 
 
 def _amaxes(spec: Any) -> dict[str, torch.Tensor]:

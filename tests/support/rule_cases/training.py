@@ -210,11 +210,6 @@ PRECISION = {
     "fp8.heads": Case("model.head_dim=12", "model.head_dim=24", (*TINY, *FP8)),
     "fp8.latent": Case("model.mla.q_lora_rank=24", "model.mla.q_lora_rank=32", (*DEEPSEEK, *FP8, *OF_EXPERTS)),
     "fp8.tokens": Case("batch.sequence_length=36", "batch.sequence_length=40", (*TINY, *FP8)),
-    "fp8.layers_delayed": Case(
-        "precision.fp8.recipe=delayed",
-        "precision.fp8.recipe=rowwise",
-        (*TINY, *FP8, "precision.fp8.first_layers_bf16=1")
-    ),
     "fp8.layers_left": Case(
         "precision.fp8.last_layers_bf16=1", "precision.fp8.last_layers_bf16=0",
         (*TINY, *FP8, "precision.fp8.first_layers_bf16=1"),
