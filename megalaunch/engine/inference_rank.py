@@ -124,12 +124,13 @@ def _sum_over_ranks(distributed: _DistributedModel, batch_size: int, rows: Finit
     spec = with_value(distributed.spec, {"train.loss_chunks": HEAD_CHUNKS})
     forward_backward = make_forward_backward(spec, distributed.mesh, distributed.model)
 
+    heartbeat = partial(distributed.record.heartbeat, "answering", 0)
+
     def may_go_on(problem: RankError | None) -> bool:
-        distributed.record.heartbeat("answering", 0)
         sync_stop_signal(None, problem, 0, distributed.mesh.device)
         return True
 
-    sums = evaluate_loss_sum(forward_backward, rows, batch_size, distributed.mesh, may_go_on)
+    sums = evaluate_loss_sum(forward_backward, rows, batch_size, distributed.mesh, may_go_on, heartbeat)
     assert sums is not None, "nothing cuts it short"
     return float(sums[0]), int(sums[1])
 

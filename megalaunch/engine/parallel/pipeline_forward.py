@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,13 +20,15 @@ from megalaunch.plan.stages import Stage
 class PipelineForward:
     """Forward pass through the stages of a pipeline, or the only stage: recv, compute, send. No schedule is needed.
 
-    `wire` is the dtype of activations between stages. A send blocks until the next stage receives; consecutive passes
-    still overlap, as a rank starts its next one after its send.
+    `wire` is the dtype of activations between stages. Sends are asynchronous: a rank starts its next pass while the
+    next stage is still busy with an earlier one, so that consecutive passes overlap, unless a rank has several stages:
+    its last one then waits for the stages between. At most pp activations wait to be sent.
     """
 
     def __init__(self, model: ModelParts, mesh: Mesh, stages: Sequence[Stage], wire: torch.dtype) -> None:
         self._model, self._mesh, self._wire = model, mesh, wire
         self._ranks = [stage.rank for stage in stages]
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # in flight, each with the tensor that it reads
 
     def run(self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | KVCache | bool | None]) -> Tensor | None:
         """Run one forward pass; all ranks of pp call it together.
@@ -46,8 +49,24 @@ class PipelineForward:
                 x = self._receive(tokens_BS, self._ranks[number - 1])
             x = part(x, **inputs)
             if number + 1 < len(self._ranks) and self._ranks[number + 1] != rank:
-                dist.send(x.contiguous(), group=self._mesh.pp_group, group_dst=self._ranks[number + 1])
+                self._send(x.contiguous(), self._ranks[number + 1])
         return x if self._ranks[-1] == self._mesh.pp.rank else None
+
+    def wait_for_sends(self) -> None:
+        """Wait until all activations are sent, and free them. Call after the last of consecutive passes."""
+        while self._sends:
+            self._wait_for_oldest_send()
+
+    def _send(self, x: Tensor, target: int) -> None:
+        while len(self._sends) >= self._mesh.pp.size:
+            self._wait_for_oldest_send()
+        work = dist.isend(x, group=self._mesh.pp_group, group_dst=target)
+        assert work is not None, "this rank is in the pipeline's group"
+        self._sends.append((work, x))
+
+    def _wait_for_oldest_send(self) -> None:
+        work, _ = self._sends.popleft()
+        work.wait()
 
     def _receive(self, tokens_BS: Tensor, source: int) -> Tensor:
         batch, length = tokens_BS.shape
@@ -83,6 +102,7 @@ class DistributedGenerator:
         tp_region = self._model.parts[0].tp_region
         with tp_region.sequence_parallel_disabled():
             local_logits = self._pipeline_forward.run(tokens_BS, {"positions": positions, "kv_cache": kv_cache})
+        self._pipeline_forward.wait_for_sends()  # the next pass needs this one's token
         if local_logits is None:
             logits = torch.empty(tokens_BS.shape[0], 1, self.config.vocab_size, device=self._mesh.device)
         else:

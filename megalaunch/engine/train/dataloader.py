@@ -83,6 +83,14 @@ class MicroBatch:
             derive_documents(changed.documents, self.documents)
         return changed
 
+    def pin_for(self, device: torch.device) -> MicroBatch:
+        """Return a copy in pinned memory if copies from there to the device are asynchronous, else the batch itself."""
+        return self.map(Tensor.pin_memory) if platform_of(device).pins_host_memory else self
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return a copy on a device; pinned memory is copied while the host goes on."""
+        return self.map(lambda part: part.to(device, non_blocking=True))
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -104,13 +112,13 @@ class StepBatch:
     problem: RankError | None = None
     data_time: float = 0.0
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
-        """Return a copy with `change` applied to every tensor."""
-        return replace(self, microbatches=tuple(microbatch.map(change) for microbatch in self.microbatches))
+    def pin_for(self, device: torch.device) -> StepBatch:
+        """Return a copy in pinned memory as `MicroBatch.pin_for` does."""
+        return replace(self, microbatches=tuple(microbatch.pin_for(device) for microbatch in self.microbatches))
 
     def to(self, device: torch.device) -> StepBatch:
         """Return a copy on a device; pinned memory is copied while the host goes on."""
-        return self.map(lambda part: part.to(device, non_blocking=True))
+        return replace(self, microbatches=tuple(microbatch.to(device) for microbatch in self.microbatches))
 
 
 @dataclass(frozen=True)
@@ -225,8 +233,7 @@ class PrefetchingDataLoader:
         except (DataError, OSError) as error:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=RankError(ExitCode.DATA, reason))
-        batch = make_step_batch(self._sampler, indices, groups, self._mtp_depths)
-        return batch.map(Tensor.pin_memory) if platform_of(self._device).pins_host_memory else batch
+        return make_step_batch(self._sampler, indices, groups, self._mtp_depths).pin_for(self._device)
 
 
 def make_step_batch(

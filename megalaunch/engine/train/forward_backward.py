@@ -207,7 +207,8 @@ class PipelineForwardBackward:
         return torch.zeros((), device=self.mesh.device) if output is None else token_loss(output, batch.labels)
 
     def release(self) -> None:
-        """Free the parameters that the forward passes gathered."""
+        """Free the parameters that the forward passes gathered, and the activations that they sent."""
+        self.forward_only.wait_for_sends()
         for part in self.model.parts:
             reshard(part)
 

@@ -69,6 +69,7 @@ class RowScorer:
             places = torch.tensor(mine, dtype=torch.int64, device=sums.device)
             sums[0, places] += logprobs_B[: len(mine)]
             sums[1, places] += misses_B[: len(mine)]
+        self._forward_only.wait_for_sends()
         self._release()
         sums *= self._mesh.is_loss_rank  # tp ranks and stages of the same rows must not count them again
         dist.all_reduce(sums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
@@ -65,7 +66,8 @@ class Validator:
         self.record.phase("validating", step)
         losses: dict[str, float] = {}
         for key, dataset in self.datasets.items():
-            loss = validation_loss(self.forward_backward, dataset, self.batch_size, self.mesh, may_go_on)
+            heartbeat = partial(self.record.heartbeat, "validating", step)
+            loss = validation_loss(self.forward_backward, dataset, self.batch_size, self.mesh, may_go_on, heartbeat)
             if loss is None:
                 break
             losses[key] = loss

@@ -12,6 +12,7 @@ from looped_run import Rank, events, metrics, run_loop, ten_steps
 from megalaunch.data.errors import DataError
 from megalaunch.engine.train import checkpointer as saver_module
 from megalaunch.engine.train import run_logger as record_module
+from megalaunch.engine.train.forward_backward import SingleStage
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 from megalaunch.schema import RunSpec, with_values
@@ -137,14 +138,18 @@ def test_nothing_is_read_past_the_last_step(spec, tmp_path):
     assert sorted({int(line) for line in (tmp_path / "highest").read_text().split()}) == list(range(24))
 
 
-def test_a_long_validation_shows_that_it_moves(spec, tmp_path):
+def test_a_long_validation_shows_that_it_moves(spec, tmp_path, monkeypatch):
+    """Before the forward pass of each batch."""
+    evaluate = SingleStage.evaluate
+
     def spoil(rank: Rank) -> None:
-        def note(index: int) -> None:
+        def note(*arguments):
             progress = read_progress(RunDirectory(tmp_path).progress(rank.rank))
             with (tmp_path / f"ticks_{rank.rank}").open("a") as file:
                 file.write(f"{progress.phase} {progress.ticks}\n")
+            return evaluate(*arguments)
 
-        rank.during("validation", note)
+        monkeypatch.setattr(SingleStage, "evaluate", note)
 
     run_loop(with_values(spec, {"train.steps": 3, "batch.micro_batch_size": 1}), tmp_path, spoil)
     seen = (tmp_path / "ticks_1").read_text().splitlines()
@@ -155,11 +160,11 @@ def test_a_long_validation_shows_that_it_moves(spec, tmp_path):
 
 @pytest.mark.parametrize(
     ("precision", "strategy", "row"),
-    [("fp32", "optim_grads_params", 0), ("bf16", "optim", 5)],
+    [("fp32", "optim_grads_params", 0), ("bf16", "optim", 16)],
     ids=["at_once", "later"],
 )
 def test_a_validation_cut_short_leaves_the_weights_as_they_are_saved(spec, tmp_path, precision, strategy, row):
-    """Before its first forward pass, or after some that gathered parameters and cast them."""
+    """Before its first forward pass, or at the next check, after some that gathered parameters and cast them."""
     layout = {"precision.compute_dtype": precision, "parallel.data_sharding": strategy, "batch.micro_batch_size": 1}
     small = with_values(spec, layout | {"train.steps": 4})
 
