@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -72,11 +73,11 @@ def all_to_all_v_async(
     )
 
 
-def ring_shift_async(x: Tensor, axis: Axis) -> AsyncCollective:
-    """Send `x` to the next rank of the ring, and return what the previous rank sent."""
+def ring_shift_async(x: Tensor, axis: Axis, step: Literal[1, -1] = 1) -> AsyncCollective:
+    """Send `x` to the next rank of the ring, and return what the previous rank sent; -1: the other way round."""
     rows = x.shape[0]
-    input_splits = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
-    output_splits = [rows if rank == (axis.rank - 1) % axis.size else 0 for rank in range(axis.size)]
+    input_splits = [rows if rank == (axis.rank + step) % axis.size else 0 for rank in range(axis.size)]
+    output_splits = [rows if rank == (axis.rank - step) % axis.size else 0 for rank in range(axis.size)]
     return all_to_all_v_async(x, input_splits, output_splits, axis)
 
 

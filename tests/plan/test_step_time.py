@@ -12,12 +12,13 @@ from made_specs import resolved
 from published_runs import DGXC
 
 from megalaunch.plan.cost import MEGATRON, UnknownChipSpeed, step_time
-from megalaunch.plan.cost.communication import Interconnect
+from megalaunch.plan.cost.communication import CommTime, Interconnect, context_parallel
 from megalaunch.plan.cost.constants import HOST_LAUNCH
 from megalaunch.plan.cost.stacks import ENGINE_EAGER, ENGINE_WITHOUT_TRITON, Stack, describe_kernels, engine_stack
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
+from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import with_values
 
@@ -83,6 +84,26 @@ def test_keys_of_dealt_documents_travel_once_each_way(seventy):
     )
     assert dealt.exposed == pytest.approx(gathered.exposed * 2 / 3)
     assert dealt.hidden == 0
+
+
+def test_a_ring_is_hidden_as_far_as_attention_lasts(seventy):
+    """Keys, values and the fp32 gradients of both."""
+    spec = _with(seventy, parallel__cp=2)
+
+    def ring(attention: float) -> CommTime:
+        topology = Topology.from_spec(spec)
+        return context_parallel(
+            spec,
+            topology,
+            Interconnect.from_cluster(spec, CHIPS[spec.platform.chip], 8),
+            engine_stack(spec),
+            4096,
+            attention,
+        )
+
+    whole = ring(0.0)
+    assert whole.hidden == 0 < whole.exposed
+    assert ring(whole.exposed) == CommTime(0.0, whole.exposed)
 
 
 def test_the_bubble_shrinks_with_virtual_stages_and_microbatches(seventy):

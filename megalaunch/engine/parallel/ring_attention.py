@@ -1,7 +1,8 @@
 """Ring attention over the cp axis: ranks send keys and values round a ring while they compute attention blocks.
 
-Liu et al. 2023. At turn t rank r holds the keys and values of rank j = (r - t) mod cp, and computes the blocks of its
-queries with them (model/attention/block_mask.py). It sends them to rank r + 1 while it computes with them.
+Liu et al. 2023. A rank holds the keys and values of one rank after another, and computes the blocks of its queries with
+them (model/attention/block_mask.py). Forward begins with its own keys and sends each to rank r + 1 while it computes
+with them. Backward begins with the keys that forward ended with, of rank r + 1, and sends them back to rank r - 1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.engine.collectives import ring_shift_async
+from megalaunch.engine.collectives import AsyncCollective, ring_shift_async
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.attention.block_attention import add_blocks, add_gradients
 from megalaunch.engine.model.attention.block_kernels import BlockBackend, BlockInputs
@@ -28,11 +29,12 @@ class RingAttention(torch.autograd.Function):
     Backward:  dq_r = sum_j dq_rj,  dk_j = sum_r dk_rj,  dv_j = sum_r dv_rj
 
     with mask, scale and score modification applied to q k^T. Each out_rj has a fused kernel where there is one
-    (model/attention/block_kernels.py). Both passes make cp turns; the send/recv of the next keys
-    and values overlaps with the block of the current ones. Only q_r, k_r, v_r, out_r and lse_r are saved for backward:
-    backward sends the keys and values round again and recomputes the scores. The partial sums dk_j and dv_j (fp32)
-    move with k_j and v_j. Their send/recv waits for the block, which adds to them, and after cp shifts they are
-    complete on rank j.
+    (model/attention/block_kernels.py). Both passes make cp turns; the send/recv of the next keys and values overlaps
+    with the block of the current ones. Only q_r, k_j, v_j of forward's last turn, out_r and lse_r are saved for
+    backward: backward sends the keys and values round again and recomputes the scores. The partial sums dk_j and dv_j
+    (fp32) follow k_j and v_j one turn later: their send/recv overlaps with the next block, whose gradients have a
+    buffer of their own and are added to what arrives. Rank j's own keys come last, so that dk_j and dv_j are complete
+    there after cp - 1 shifts, none of which is left over after the last block.
 
     `masks[j]` is the attention mask of this rank's queries over the keys of rank j. `sinks` [N] repeats the sinks of
     `scoring` as a tensor input, so that autograd gives them a gradient.
@@ -55,28 +57,34 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            add_blocks(merged, BlockInputs(q, *_unpack(kv_block, shapes), masks[_owner(axis, turn)], scoring, kernel))
+            mask = masks[(axis.rank - turn) % axis.size]
+            add_blocks(merged, BlockInputs(q, *_unpack(kv_block, shapes), mask, scoring, kernel))
             kv_block = coming.wait() if coming else kv_block
         out = merged.output.to(q.dtype)
         ctx.axis, ctx.scoring, ctx.masks, ctx.shapes, ctx.kernel = axis, scoring, masks, shapes, kernel
-        ctx.save_for_backward(q, kv, out, merged.log_sum, sinks)
+        ctx.save_for_backward(q, kv_block, out, merged.log_sum, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, log_sum, sinks = ctx.saved_tensors
+        q, kv_block, out, log_sum, sinks = ctx.saved_tensors
         axis, shared = ctx.axis, BlockwiseBackward(out, gradients[0], log_sum)
         dq = torch.zeros_like(q, dtype=torch.float32)
-        kv_block, dkv_block = kv, torch.zeros_like(kv, dtype=torch.float32)
+        sums: Tensor | None = None
+        coming_sums: AsyncCollective | None = None
         for turn in range(axis.size):
-            coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            mask = ctx.masks[_owner(axis, turn)]
+            is_last = turn + 1 == axis.size
+            coming = None if is_last else ring_shift_async(kv_block, axis, step=-1)
+            mask = ctx.masks[(axis.rank + 1 + turn) % axis.size]
             inputs = BlockInputs(q, *_unpack(kv_block, ctx.shapes), mask, ctx.scoring, ctx.kernel)
-            add_gradients(inputs, shared, dq, *_unpack(dkv_block, ctx.shapes))
-            # In the last turn too: this shift returns the sums to the rank that owns the keys.
-            dkv_block = ring_shift_async(dkv_block, axis).wait()
+            of_block = torch.zeros_like(kv_block, dtype=torch.float32)
+            add_gradients(inputs, shared, dq, *_unpack(of_block, ctx.shapes))
+            # `sums` keeps what is being sent until here.
+            sums = of_block.add_(coming_sums.wait()) if coming_sums else of_block
+            coming_sums = None if is_last else ring_shift_async(sums, axis, step=-1)
             kv_block = coming.wait() if coming else kv_block
-        dk, dv = _unpack(dkv_block.to(kv.dtype), ctx.shapes)
+        assert sums is not None, "an axis has a rank"
+        dk, dv = _unpack(sums.to(kv_block.dtype), ctx.shapes)
         return dq.to(q.dtype), dk, dv, None, None, None, None, shared.sinks(sinks)
 
 
@@ -84,8 +92,3 @@ def _unpack(kv: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:
     """Return views of the keys and values in one flat tensor."""
     k, v = torch.split_with_sizes(kv, [shape.numel() for shape in shapes])
     return k.view(shapes[0]), v.view(shapes[1])
-
-
-def _owner(axis: Axis, turn: int) -> int:
-    """Return the rank whose keys this rank holds after `turn` shifts."""
-    return (axis.rank - turn) % axis.size

@@ -194,10 +194,8 @@ def context_parallel(
         inner = spec.parallel.hierarchical_context_parallel_sizes[0]
         exposed = 2 * wires.all_to_all(tokens * element * (2 * queries + keys), inner, tp)
         size, stride = cp // inner, tp * inner
-    one = wires.ring(size * tokens * keys, size, stride)
-    gradients = one * stack.ring_gradient_bytes
-    ring = one * 2 * element + gradients
-    hidden = min(ring if stack.ring_gradients_hidden else ring - gradients, attention)
+    ring = wires.ring(size * tokens * keys, size, stride) * (2 * element + stack.ring_gradient_bytes)
+    hidden = min(ring, attention)
     return CommTime(exposed + ring - hidden, hidden)
 
 

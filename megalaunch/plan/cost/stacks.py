@@ -37,8 +37,7 @@ class Stack:
         gather_copy, reduce_copy: bytes copied per parameter around an all-gather and around a reduce-scatter.
         overlap_slowdown: compute slowdown by an overlapped collective, of its time.
         tp_exposed: tensor-parallel communication exposed with tp_comm_overlap.
-        ring_gradients_hidden, ring_gradient_bytes: whether p2p context parallelism overlaps the send/recv of the
-            gradients of keys and values with attention, and their bytes per value.
+        ring_gradient_bytes: bytes per value of the gradients of keys and values that p2p context parallelism sends.
         selective_matmuls: share of a layer's matmuls that selective recomputation repeats, where it chooses by
             operator; 0: those of the recomputed modules.
         launches: operators that the host launches per layer, both passes.
@@ -64,7 +63,6 @@ class Stack:
     tp_exposed: Constant
     selective_matmuls: Constant
     launches: Constant
-    ring_gradients_hidden: bool = True
     ring_gradient_bytes: int = 2
     frees_stages: bool = False
 
@@ -186,7 +184,6 @@ ENGINE_EAGER = replace(
     cast_traffic=Constant(_CAST, 8.0, "inputs 10, gradients 6 (kernels/float8_cast_triton.py)"),
     weight_cast_traffic=Constant(_WEIGHT_CAST, 10.0, "amax and cast, twice (kernels/float8_cast_triton.py)"),
     launches=Constant(_LAUNCHES, 65.0, "counted in a simulated layer"),
-    ring_gradients_hidden=False,
     ring_gradient_bytes=4,
     frees_stages=True,
 )
@@ -203,7 +200,6 @@ ENGINE_COMPILED = replace(
     name="megalaunch, compiled",
     meaning="torch.compile of each block; FSDP2",
     attention="engine",
-    ring_gradients_hidden=False,
     ring_gradient_bytes=4,
     frees_stages=True,
 )
