@@ -1,6 +1,7 @@
 """Launch one node of a run on several nodes: start this node's agent, watch it, forward stop signals to its workers.
 
-The agents of all nodes restart their workers together; `launcher=ssh` restarts the agents, and their workers with them.
+The agents of all nodes restart their workers together. Where the launcher starts the nodes (ssh, Ray, the batch script
+of Slurm) it restarts the agents, and their workers with them.
 """
 
 from __future__ import annotations

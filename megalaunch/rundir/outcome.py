@@ -29,6 +29,10 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+NOT_RESTARTED = tuple(code for code in ExitCode if code not in (ExitCode.CRASH, ExitCode.HANG))
+"""Exit codes of a launcher after which the launchers of all nodes are not started again."""
+
+
 @dataclass(frozen=True)
 class ExitMeaning:
     """What an exit code means: in the failure report, and in docs/reference/exit-codes.md, which is made from it.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 
 import pytest
-from cluster_runs import LENGTH, STEPS, call, losses_of
-from launching import steps_of, wait_until
+from cluster_runs import LENGTH, STEPS, agents, call, losses_of
+from launching import events_of, steps_of, wait_until
 from mini_slurm import mini_slurm
 from training import tiny_overrides
 from warm_process import COLD_MEGALAUNCH
@@ -32,7 +33,7 @@ def overrides_of(folder, *more, name="run"):
     return tiny_overrides(folder / name, "cluster.devices_per_node=1", *LENGTH, *more, shared=folder)
 
 
-def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(slurm, tmp_path):
+def test_a_run_has_the_losses_of_an_undisturbed_one_after_a_killed_agent_and_a_requeue(slurm, tmp_path):
     folder = tmp_path / "it's 100%"  # quoted for the shell, for sbatch and for the pattern of the output file
     folder.mkdir()
     run = RunDirectory(folder / "run/run")
@@ -45,12 +46,19 @@ def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(slurm, tmp_path):
     code, output = call(folder, "train", *overrides, *job, "--detach")
     assert code == 0, output
     number = str(json.loads(run.job.read_text())["id"])
-    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
+    wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 24, 120)
+    os.kill(agents(run, "--node-rank=1")[0], signal.SIGKILL)
+    (restart,) = wait_until(lambda: events_of(run, "restart"), 60)
+    assert (restart["attempt"], restart["pause_seconds"]) == (1, 0)
+    assert restart["reason"].startswith("srun ended with exit code ")
+    wait_until(lambda: len(events_of(run, "resumed")) == 1, 60)
+    wait_until(lambda: events_of(run, "resumed")[0]["step"] + 4 < max(steps_of(run)), 60)
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
     code, output = call(folder, "watch", str(run.root))
     assert code == 0, output
     assert f"job {number}: COMPLETED (on n[1-2], restart 1)" in output
-    assert "resuming after step" in (run.logs / f"slurm-{number}.out").read_text()
+    assert len(events_of(run, "resumed")) == 2
+    assert "restart 1: srun ended with exit code " in (run.logs / f"slurm-{number}.out").read_text()
     assert read_outcome(run.outcome).exit_code == 0
     local = RunDirectory(tmp_path / "local/run")
     two_workers = ("cluster.nodes=1", "cluster.devices_per_node=2")

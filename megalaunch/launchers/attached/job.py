@@ -15,17 +15,13 @@ from megalaunch.launchers.attached.node import HeldNode
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.outcome import FAILED_NODES, ExitCode, read_outcome
+from megalaunch.rundir.outcome import FAILED_NODES, NOT_RESTARTED, ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0  # after the connection: Python starts, and looks for the run directory
 _SAME_END_SECONDS = 60.0  # from the end of one node to that of all, if the run has ended on purpose
 _FAILED_SECONDS = 5.0  # the same after a failure, so that node 0 can write why
-_ON_PURPOSE = (
-    *(ExitCode.DONE, ExitCode.CONFIGURATION, ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.NON_FINITE),
-    *(ExitCode.NO_PROGRESS, ExitCode.PREEMPTED, ExitCode.INTERRUPTED),
-)
 
 
 def start_nodes(
@@ -200,7 +196,7 @@ class AttachedJob:
                 node.poll()
                 if over and first is None:
                     first = node
-                    on_purpose = node.exit_code in _ON_PURPOSE
+                    on_purpose = node.exit_code in NOT_RESTARTED
                     deadline = time.monotonic() + (_SAME_END_SECONDS if on_purpose else _FAILED_SECONDS)
             self._find_stragglers()
             if (self._stop.is_set() or self._stragglers) and not told:
@@ -238,7 +234,7 @@ class AttachedJob:
         if code == ExitCode.CONFIGURATION and (outcome := read_outcome(self._directory.outcome)) is not None:
             refused = tuple(outcome.details.get(FAILED_NODES, ()))
             return _End(outcome.reason if refused else what, False, lost, refused, needs_spares=bool(refused))
-        again = code not in _ON_PURPOSE and not self._stop.is_set()
+        again = code not in NOT_RESTARTED and not self._stop.is_set()
         if len(self._nodes) == 1 and code >= 0:  # its launcher has restarted its workers
             again = False
         return _End(what, again, lost)

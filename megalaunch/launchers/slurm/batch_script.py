@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.launchers.slurm.srun_lines import lines_once, lines_with_restarts, requeues, restarts_by_script
 from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.slurm import SlurmSpec
 
@@ -16,9 +17,16 @@ WITHOUT_GRES = "none"
 _CONTAINER_PYTHON = "python3"
 
 
+_END_TOGETHER = ("--kill-on-bad-exit=0", "--wait=60")  # seconds after the first launcher that has ended
+
+
 def srun_options(nodes: int) -> list[str]:
     """Return the options with which srun starts one launcher on each node; one that fails ends the others."""
-    return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    return [*_one_task_a_node(nodes), "--kill-on-bad-exit=1"]
+
+
+def _one_task_a_node(nodes: int) -> list[str]:
+    return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
 
 
 def batch_script(job: Job, output: Path) -> str:
@@ -30,7 +38,11 @@ def batch_script(job: Job, output: Path) -> str:
     Raises:
         LauncherError: a value has a control character, which no option can hold.
     """
-    return script_text(job, output, shlex.join(command(job)))
+    words = shlex.join(command(job))
+    if not restarts_by_script(job):
+        return script_text(job, output, words)
+    lines = lines_with_restarts(_srun(job, [*_one_task_a_node(job.nodes), *_END_TOGETHER], words), job)
+    return _script(job, output, lines, None)
 
 
 def script_text(job: Job, output: Path, words: str, array: str | None = None) -> str:
@@ -40,9 +52,16 @@ def script_text(job: Job, output: Path, words: str, array: str | None = None) ->
         output: pattern of the file for the job's output.
         array: numbers of the tasks of a job array, such as 0-3.
     """
+    return _script(job, output, lines_once(_srun(job, srun_options(job.nodes), words), job.settings.slurm), array)
+
+
+def _srun(job: Job, options: list[str], words: str) -> str:
+    return f"{shlex.join(['srun', *options, *_task_options(job.settings.slurm)])} {words}"
+
+
+def _script(job: Job, output: Path, lines: list[str], array: str | None) -> str:
     options = [f"#SBATCH {option}" for option in _options(job, output, array)]
-    srun = shlex.join(["srun", *srun_options(job.nodes), *_task_options(job.settings.slurm)])
-    return "\n".join(["#!/bin/bash", *options, "", *_run(f"{srun} {words}", job.settings.slurm)]) + "\n"
+    return "\n".join(["#!/bin/bash", *options, "", *lines]) + "\n"
 
 
 def _options(job: Job, output: Path, array: str | None) -> Iterator[str]:
@@ -66,7 +85,7 @@ def _options(job: Job, output: Path, array: str | None) -> Iterator[str]:
         "nodelist": slurm.nodelist,
         "exclude": slurm.exclude,
         "dependency": slurm.dependency,
-        "signal": f"B:{slurm.signal}" if _requeues(slurm) else slurm.signal,
+        "signal": f"B:{slurm.signal}" if requeues(slurm) else slurm.signal,
         "chdir": str(job.working_directory),
         "output": str(output.parent).replace("%", "%%") + f"/{output.name}",
         "open-mode": "append",
@@ -109,33 +128,3 @@ def node_python(settings: LauncherSpec) -> str:
     """Return the Python of the nodes."""
     in_container = settings.slurm.container_image is not None
     return settings.python or (_CONTAINER_PYTHON if in_container else sys.executable)
-
-
-def _run(srun: str, slurm: SlurmSpec) -> list[str]:
-    """Return the lines that run srun, and queue the job again if the time limit has ended it.
-
-    srun's own exit code does not tell, as it is the largest of all tasks: 75 of one that srun ended for another's
-    failure. So the warning goes to this script, which remembers it and passes it to srun, and srun to all processes.
-    """
-    if not _requeues(slurm):
-        return [srun]
-    name = str(slurm.signal).partition("@")[0]
-    may_restart = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {slurm.max_requeues} ]'
-    return [
-        "warned=0",
-        f'trap \'trap "" {name}; warned=1; kill -{name} "$srun"\' {name}  # the time limit is near: the workers save',
-        f"{srun} &",
-        "srun=$!",
-        'wait "$srun"; code=$?',
-        'if [ "$warned" = 1 ]; then  # the trap ended the wait; 127: srun had ended before',
-        '    wait "$srun"; ended=$?; [ "$ended" -eq 127 ] || code=$ended',
-        "fi",
-        f'if [ "$warned" = 1 ] && [ "$code" -ne 0 ] && {may_restart}; then',
-        '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile',
-        "fi",
-        'exit "$code"',
-    ]
-
-
-def _requeues(slurm: SlurmSpec) -> bool:
-    return slurm.requeue and slurm.signal is not None and slurm.max_requeues > 0
