@@ -1,12 +1,14 @@
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from megatron_scripts import LLAMA3_8B, MIXTRAL_8X7B
+from megatron_scripts import LLAMA3_8B, LLAMA3_8B_FP8, MIXTRAL_8X7B
+from paths import ROOT
 
 from megalaunch.config.compose import compose
 from megalaunch.config.keys import schema_keys
@@ -15,6 +17,7 @@ from megalaunch.importers.megatron.unsupported_flags import IGNORED, UNSUPPORTED
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import detect_machine
 from megalaunch.runs.import_megatron.importer import ScriptProblem, import_script, report_text
+from megalaunch.schema import with_values
 from megalaunch.schema.paths import value_at
 
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
@@ -60,6 +63,18 @@ def test_llama3_8b_is_the_model_that_we_ship(tmp_path):
     assert spec.precision.fp8.param_gather
     assert spec.data.mock
     assert (spec.checkpoint.interval, spec.train.validation_interval, spec.logging.log_interval) == (1000, 100, 1)
+
+
+def test_the_fp8_example_is_the_run_of_our_recipe_with_the_overrides_of_the_page(tmp_path):
+    """Every flag is mapped, or has no effect; the importer names the chip only if asked."""
+    assert not [entry for entry in import_script(LLAMA3_8B_FP8, "imported", "x").flags if entry.status == "unsupported"]
+    page = (ROOT / "docs/import-megatron.md").read_text()
+    _, command = page.split("megalaunch plan ")
+    overrides = shlex.split(command.partition("```")[0].replace("\\\n", " "))
+    written = resolve(compose(overrides).spec, detect_machine(), "imported").spec
+    imported = spec_of(tmp_path, LLAMA3_8B_FP8, platform="h100")
+    limit = {"train.exit_duration_in_mins": None}  # which the published script does not set
+    assert with_values(imported, limit) == written
 
 
 def test_mixtral_8x7b_is_the_model_that_we_ship(tmp_path):
@@ -250,9 +265,9 @@ def test_all_of_it_composes(tmp_path):
     ("flags", "flag", "status", "text"),
     [
         ("--use-flash-attn", "--use-flash-attn", "ignored", "Megatron itself ignores it"),
-        ("--tensorboard-dir /x", "--tensorboard-dir", "ignored", "megalaunch uses no tracker"),
-        ("--wandb-project x", "--wandb-project", "ignored", "are in metrics.jsonl"),
-        ("--log-validation-ppl-to-tensorboard", "--log-validation-ppl-to-tensorboard", "ignored", "uses no tracker"),
+        ("--tensorboard-dir /x", "--tensorboard-dir", "mapped", "logging.trackers = [tensorboard]"),
+        ("--wandb-project x", "--wandb-project", "mapped", "logging.tracker_project = x"),
+        ("--log-validation-ppl-to-tensorboard", "--log-validation-ppl-to-tensorboard", "ignored", "logging.trackers"),
         ("--log-throughput", "--log-throughput", "ignored", "its own metrics"),
         ("--fp8-format hybrid --fp8-amax-history-len 16", "--fp8-amax-history-len", "ignored", "the newest value"),
         ("--moe-router-topk 2", "--moe-router-topk", "ignored", "without --num-experts"),

@@ -221,6 +221,8 @@ JOINT: dict[str, tuple[int, str]] = {
     "optimizer-cpu-offload": (0, "optimizer.optimizer_offload_fraction"),
     "optimizer-offload-fraction": (1, "optimizer.optimizer_offload_fraction"),
     "distributed-timeout-minutes": (1, "launcher.hang_timeout"),
+    "tensorboard-dir": (1, "logging.trackers"),
+    "wandb-project": (1, "logging.trackers logging.tracker_project"),
     "data-path": (MANY, "data.train_prefix data.blend"),
     "train-data-path": (MANY, "data.train_prefix data.blend"),
     "valid-data-path": (MANY, "data.validation_prefix data.validation_blend"),

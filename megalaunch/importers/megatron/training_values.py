@@ -32,10 +32,21 @@ def training_values(given: Arguments, world: int | None) -> Values:
     _schedule(given, values)
     _optimizer(given, values)
     _data(given, values)
+    _trackers(given, values)
     minutes = given.number("distributed-timeout-minutes")
     if minutes is not None:
         values["launcher.hang_timeout"] = minutes * 60
     return values
+
+
+def _trackers(given: Arguments, values: Values) -> None:
+    """Convert the trackers whose directory or project is given; an empty project turns wandb off, as in Megatron."""
+    project = given.value("wandb-project")
+    trackers = [*(["tensorboard"] if given.has("tensorboard-dir") else []), *(["wandb"] if project else [])]
+    if trackers:
+        values["logging.trackers"] = trackers
+    if project:
+        values["logging.tracker_project"] = project
 
 
 def _layout(given: Arguments, values: Values) -> None:
