@@ -10,6 +10,7 @@ from megalaunch.plan.cost import LLMQ
 # (benchmarks/H100x1.md): --model-dtype=bf16, which is the format of master weights, gradients and activations alike;
 # moments in bf16; nothing computed again, nothing offloaded. Logits stay in 16 bits there and become their own
 # gradients, of all tokens or of 4 (1.5B) and 2 (7B) chunks. Ours are worked on in fp32: chunks of 512 tokens.
+# Of 14B, whose weight gradient of the head alone takes 3.1 GB in fp32, chunks of 256 tokens fit.
 # 14B: --recompute-ffn --offload-opt-m --offload-opt-v --offload-residual. One residual stream of each of 48 layers, 10
 # of the 66 kB a token that a layer keeps then, is as much as all that 7.5 layers keep, which is what we can say.
 ONE_DEVICE = tuple(
@@ -25,7 +26,7 @@ ONE_DEVICE = tuple(
             "precision.grad_reduce_dtype=bf16",
             "precision.main_params_dtype=bf16",
             "precision.exp_avg_dtype=bf16",
-            f"train.loss_chunks={2 * micro}",
+            f"train.loss_chunks={(4 if size == '14B' else 2) * micro}",
             *overrides,
         ),
         rate,

@@ -22,6 +22,7 @@ from megalaunch.engine.collectives import all_reduce_async, all_reduce_max
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.kernels.cross_entropy import cross_entropy, logits_grad, subtract_max
+from megalaunch.plan.memory.loss import SUM_ROWS
 
 IGNORE_INDEX = -100  # label of a token without a loss: the loss mask is stored in the labels
 
@@ -137,7 +138,9 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     Backward:  both scaled by the incoming gradient: dx * dloss,  dW * dloss
 
     Both gradients are computed in forward, while the chunk's logits exist, so that no logits are recomputed in backward
-    (as in Liger's fused loss, Hsu et al. 2024). Saved for backward: dx and dW, as large as x and W.
+    (as in Liger's fused loss, Hsu et al. 2024). Saved for backward: dx and dW, as large as x and W. dW is summed in
+    fp32 and rounded to W's dtype after the last chunk, so that its error does not grow with the number of chunks; in
+    blocks of `SUM_ROWS` rows, so that all of it never exists in both dtypes.
     """
 
     @staticmethod
@@ -156,20 +159,39 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             for x_CH, labels_C in zip(torch.split(x_TH, size), torch.split(labels_T, size), strict=True):
                 total += loss_of(F.linear(x_CH, weight_vH), labels_C)
             return total
-        dx_TH, dweight_vH = torch.empty_like(x_TH), torch.zeros_like(weight_vH)
+        dx_TH = torch.empty_like(x_TH)
+        sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in torch.split(weight_vH, SUM_ROWS)]
         for x_CH, labels_C, dx_CH in zip(*(torch.split(each, size) for each in (x_TH, labels_T, dx_TH)), strict=True):
             loss, dlogits_Cv = _with_gradient(F.linear(x_CH, weight_vH), labels_C, loss_of)
             total += loss
             torch.mm(dlogits_Cv, weight_vH, out=dx_CH)
-            dweight_vH.addmm_(dlogits_Cv.T, x_CH)
-            del dlogits_Cv  # free it before the next chunk's logits are allocated
-        ctx.save_for_backward(dx_TH, dweight_vH)
+            for sum_RH, dlogits_CR in zip(sums, torch.split(dlogits_Cv, SUM_ROWS, dim=1), strict=True):
+                _add_product(sum_RH, dlogits_CR.T, x_CH)
+            del dlogits_Cv, dlogits_CR  # free them before the next chunk's logits are allocated
+        ctx.save_for_backward(dx_TH, *_rounded(sums, weight_vH.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dx_TH, dweight_vH = ctx.saved_tensors
-        return dx_TH * gradients[0], dweight_vH * gradients[0], None, None, None, None
+        dx_TH, *blocks = ctx.saved_tensors
+        dweight_vH = blocks[0].new_empty(sum(block.shape[0] for block in blocks), dx_TH.shape[1])
+        for block, rows in zip(blocks, torch.split(dweight_vH, SUM_ROWS), strict=True):
+            torch.mul(block, gradients[0], out=rows)
+        return dx_TH * gradients[0], dweight_vH, None, None, None, None
+
+
+def _add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """Add the matrix product a b to an fp32 sum. A product of narrower inputs is rounded once, to their dtype."""
+    if a_MK.dtype == sum_MN.dtype:
+        sum_MN.addmm_(a_MK, b_KN)
+    else:
+        sum_MN += a_MK @ b_KN
+
+
+def _rounded(sums: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the sums in a dtype, and empty the list, to free each as soon as it is rounded."""
+    sums.reverse()
+    return [sums.pop().to(dtype) for _ in range(len(sums))]
 
 
 def _with_gradient(

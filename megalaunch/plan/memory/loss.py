@@ -10,16 +10,22 @@ from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
+SUM_ROWS = 16384
+"""Rows of the head whose gradient is summed over chunks at once (engine/train/loss.py)."""
+_SUM_BYTES = 4
+"""Bytes per parameter of that sum."""
+
 
 @dataclass(frozen=True)
 class LossBytes:
     """Bytes of one loss.
 
     Attributes:
-        logits: peak bytes of logits.
+        logits: peak bytes of logits, or of a product that takes the place of a chunk's.
         depth_logits: logits of each MTP depth, whose loss is computed before.
         pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
         with_logits: allocated at the same time as the logits, such as gradients of the head.
+        summing: allocated with them, once for all losses: what the fp32 sum of the weight's gradient takes on top.
         while_scaling: while the head's gradients are scaled, after the logits are freed.
         pending_gradients: gradients of the head of each other microbatch.
     """
@@ -28,6 +34,7 @@ class LossBytes:
     depth_logits: float
     pending_logits: float = 0.0
     with_logits: float = 0.0
+    summing: float = 0.0
     while_scaling: float = 0.0
     pending_gradients: float = 0.0
 
@@ -41,12 +48,15 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     gathered = hidden_bytes * tokens if spec.parallel.sequence_parallel else 0.0
     capped = _softcap_bytes(spec, profile, compute_bytes)
     if spec.train.loss_chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
-        chunk = -(-tokens // spec.train.loss_chunks)
-        logits = (profile.logit_bytes + compute_bytes + capped) * vocab_rows * chunk
+        chunk_logits = vocab_rows * -(-tokens // spec.train.loss_chunks)
+        freed = (profile.logit_bytes + capped) * chunk_logits  # before the chunk's product is added to the sum
+        product = hidden_bytes * min(vocab_rows, SUM_ROWS) if compute_bytes < _SUM_BYTES else 0.0
+        widening = (_SUM_BYTES - compute_bytes) * spec.model.hidden_size * vocab_rows
         return LossBytes(
-            logits,
+            max(freed, product) + compute_bytes * chunk_logits,
             depth_logits=0.0,
             with_logits=head_gradients + gathered,
+            summing=widening,
             while_scaling=2 * head_gradients,
             pending_gradients=head_gradients,
         )
