@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from paths import ROOT
 
 from megalaunch.engine.model.attention import block_kernels
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
@@ -60,15 +62,23 @@ def test_blocks_hold_each_visible_pair_once(seed):
         assert torch.equal(_visible(make_block_mask(queries, keys, window, documents), rows), expected.long())
 
 
-@pytest.mark.parametrize("exchange", ["p2p", "allgather"])
+@pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a", "a2a+p2p", "dynamic cp"])
 def test_ranks_multiply_little_more_than_the_mask(exchange):
-    """In tiles of 128 queries, at cp 4 and 8,192 tokens."""
+    """In tiles of 128 queries, at cp 4 and 8,192 tokens, as `scripts/bench attention_pairs` counts them."""
+    file = ROOT / "scripts/benchmarks/attention_pairs.py"
+    spec = importlib.util.spec_from_file_location("attention_pairs", file)
+    assert spec is not None
+    assert spec.loader is not None
+    attention_pairs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(attention_pairs)
     tokens, ranks = 8192, 4
-    shards = [head_tail_runs(tokens, ranks, rank) for rank in range(ranks)]
-    seen = shards if exchange == "p2p" else [(range(tokens),)]
-    work = [sum(b.multiplied_pairs(128) for keys in seen for b in make_block_mask(own, keys).blocks) for own in shards]
+    masks = attention_pairs.masks_of_ranks(exchange, tokens, ranks, None, tokens)
+    heads = attention_pairs.ranks_with_other_heads(exchange, ranks)
+    work = attention_pairs.count(masks, 128, heads)
+    assert len(work) == ranks
     assert len(set(work)) == 1
-    assert sum(work) <= 1.1 * tokens * (tokens + 1) / 2
+    assert sum(attention_pairs.count(masks, 1, heads)) == tokens * (tokens + 1) / 2, "each visible pair once"
+    assert sum(work) <= attention_pairs.BAR * tokens * (tokens + 1) / 2
 
 
 TOKENS = 24
