@@ -66,7 +66,13 @@ def causal_sdpa_reference(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale:
 
 @overridable
 def masked_sdpa(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Return softmax(scale q k^T) v over the keys that the mask [..., S, T] allows: torch's operator, [B, N, S, D]."""
+    """Return softmax(scale q k^T) v over the keys that the mask [..., S, T] allows: torch's operator, [B, N, S, D].
+
+    On a GPU keys and values are repeated for every head: its fused kernels with a mask take no groups, and without one
+    torch computes and holds all scores.
+    """
+    if not on_cpu(q_BNSD):
+        k_BGTD, v_BGTD = _for_every_head(k_BGTD, v_BGTD, q_BNSD)
     form = kernel_forms().attention
     if form is not None:
         return form(q_BNSD, k_BGTD, v_BGTD, mask)
@@ -91,14 +97,21 @@ def sdpa_by(
     Raises:
         RuntimeError: The kernel does not compute these inputs; torch's warnings say why.
     """
+    if backend == "efficient":
+        k_BGTD, v_BGTD = _for_every_head(k_BGTD, v_BGTD, q_BNSD)
     form = kernel_forms().attention
     if form is not None:
         return form(q_BNSD, k_BGTD, v_BGTD, mask)
-    if backend == "efficient" and q_BNSD.shape[1] != k_BGTD.shape[1]:
-        heads = q_BNSD.shape[1] // k_BGTD.shape[1]
-        k_BGTD, v_BGTD = (x.repeat_interleave(heads, dim=1) for x in (k_BGTD, v_BGTD))
     with sdpa_kernel(_SDP_BACKENDS[backend]):
         return _sdpa(q_BNSD, k_BGTD, v_BGTD, mask, scale, causal=mask is None, one_width=backend == "flash")
+
+
+def _for_every_head(k_BGTD: Tensor, v_BGTD: Tensor, q_BNSD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of every query head, [B, N, T, .]."""
+    heads = q_BNSD.shape[1] // k_BGTD.shape[1]
+    if heads == 1:
+        return k_BGTD, v_BGTD
+    return k_BGTD.repeat_interleave(heads, dim=1), v_BGTD.repeat_interleave(heads, dim=1)
 
 
 def _sdpa(

@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from megalaunch.kernels import causal_attention, matmul
 from megalaunch.kernels.causal_attention import (
     blocks_are_faster,
+    causal_sdpa,
     causal_sdpa_cpu,
     causal_sdpa_reference,
     masked_sdpa,
+    sdpa_by,
 )
+from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 
 
 @pytest.mark.parametrize("tokens", [2, 32, 33, 100])
@@ -53,6 +56,49 @@ def test_heads_of_two_widths_take_the_fused_kernel(values, masked):
     gradients = (torch.autograd.grad(out, (q, k, v), dout) for out in (found, expected))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+CALLS = {
+    "no mask": (lambda q, k, v, mask: causal_sdpa(q, k, v, 0.3), False),
+    "no mask, flash": (lambda q, k, v, mask: sdpa_by("flash", q, k, v, None, 0.3), False),
+    "mask": (lambda q, k, v, mask: masked_sdpa(q, k, v, mask, 0.3), True),
+    "no mask, efficient": (lambda q, k, v, mask: sdpa_by("efficient", q, k, v, None, 0.3), True),
+    "mask, efficient": (lambda q, k, v, mask: sdpa_by("efficient", q, k, v, mask, 0.3), True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_keys_are_repeated_for_kernels_of_a_gpu_that_take_no_groups(call):
+    """The memory-efficient kernel, which is also the one with a mask: else torch computes and holds all scores."""
+    attend, repeated = CALLS[call]
+    q, k, v = (torch.randn(2, heads, 9, 8) for heads in (6, 2, 2))
+    seen = []
+    with use_kernel_forms(KernelForms(on_cpu=False, attention=lambda *given: seen.append(given) or given[0])):
+        attend(q, k, v, torch.ones(9, 9, dtype=torch.bool).tril())
+    ((_, keys, values, _),) = seen
+    per_group = 3 if repeated else 1
+    assert torch.equal(keys, k.repeat_interleave(per_group, 1))
+    assert torch.equal(values, v.repeat_interleave(per_group, 1))
+
+
+def test_a_mask_on_a_gpu_computes_what_one_on_a_cpu_does(monkeypatch):
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, heads, 9, 8, requires_grad=True) for heads in (6, 2, 2)]
+    mask, dout = torch.ones(9, 9, dtype=torch.bool).tril(), torch.randn(2, 6, 9, 8)
+    operator, grouped = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *args, **named: grouped.append(named["enable_gqa"]) or operator(*args, **named),
+    )
+    results = []
+    for on_cpu in (True, False):
+        with use_kernel_forms(KernelForms(on_cpu=on_cpu)):
+            out = masked_sdpa(*leaves, mask, 0.3)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert grouped == [True, False]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(

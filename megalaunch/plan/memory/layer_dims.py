@@ -67,7 +67,8 @@ class LayerDims:
         saved_score_bytes: bytes per token of weights that unfused attention saves.
         dropout_mask_bytes: bytes that dropout saves for a block's output.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
-        mask_keys: columns of a saved attention mask.
+        repeated_kv_shards: those that repeating them for every query head adds.
+        mask_keys: columns of a saved attention mask, per token of the rank.
         score_buffer_bytes: bytes of the scores that attention without a fused kernel works on.
         saved_weight_keys: keys per query and head whose attention weights are saved on a CPU.
         sequence_shards: tensor-parallel ranks that shard the sequence.
@@ -108,6 +109,7 @@ class LayerDims:
     mtp: bool
     saved_score_bytes: float
     saved_kv_shards: float
+    repeated_kv_shards: float
     mask_keys: float
     score_buffer_bytes: float
     saved_weight_keys: float
@@ -142,6 +144,7 @@ class DtypesAndGroups:
         """Return those of a resolved spec."""
         p, recompute = spec.parallel, spec.recompute
         dynamic_cp = p.dynamic_context_parallel and p.cp > 1
+        counts_rows = dynamic_cp or spec.model.sliding_window is not None
         return cls(
             tp=p.tp,
             etp=p.etp or 1,
@@ -151,7 +154,7 @@ class DtypesAndGroups:
             residual_dtype=spec.precision.residual_dtype,
             recompute_modules=recompute.modules if recompute.granularity == "selective" else (),
             sequence_length=spec.batch.sequence_length,
-            micro_batch_size=(spec.batch.micro_batch_size or 1) if dynamic_cp else 1,
+            micro_batch_size=(spec.batch.micro_batch_size or 1) if counts_rows else 1,
             cp=p.cp,
             cp_comm_type=most_common_cp_comm_type(p),
             reset_attention_mask=spec.data.reset_attention_mask,
@@ -216,7 +219,8 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         mtp=kind.mtp,
         saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
-        mask_keys=_mask_keys(model, dtypes, profile.dense_mask_tokens),
+        repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
+        mask_keys=_mask_keys(model, kind, dtypes, profile),
         score_buffer_bytes=_score_bytes(model, dtypes, profile, local_heads, query),
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         sequence_shards=tp if dtypes.sequence_parallel else 1,
@@ -233,6 +237,16 @@ def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:
     if dtypes.cp_comm_type == "allgather":
         return dtypes.cp
     return max(1.0, dtypes.cp / groups) if dtypes.cp_comm_type == "a2a" else 1.0
+
+
+def _repeated_kv_shards(
+    model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile, groups: float
+) -> float:
+    """Return what `_saved_kv_shards` grows by where a kernel takes no groups of heads."""
+    takes_no_groups = model.attention_backend == "efficient" or _has_dense_mask(model, kind, dtypes, profile)
+    if model.mla.kv_lora_rank is not None or not (profile.repeats_masked_kv and takes_no_groups):
+        return 0.0
+    return model.num_attention_heads / dtypes.tp / groups - _saved_kv_shards(dtypes, groups)
 
 
 def _activation_inputs(model: ModelSpec, profile: MemoryProfile) -> int:
@@ -271,16 +285,27 @@ def _is_unfused(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
     return model.attention_backend == "math" and _attends_over_samples(dtypes)
 
 
-def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups, dense_mask_tokens: int) -> float:
-    """Return the columns of the saved attention mask, 0 without one.
+def _mask_keys(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> float:
+    """Return the columns of the saved attention mask per token of the rank, 0 without one.
 
-    Only attention over whole, short samples with documents has a mask: under cp, that of an all-to-all. The others
-    compute the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
+    After an all-to-all every rank has the mask of all tokens. That of a window is the same for all rows.
     """
-    if dtypes.sequence_length > dense_mask_tokens or model.attention_backend not in ("auto", "efficient"):
+    if not _has_dense_mask(model, kind, dtypes, profile):
         return 0.0
-    masked = dtypes.reset_attention_mask and _attends_over_samples(dtypes) and not _needs_score_mod(model)
-    return dtypes.sequence_length if masked else 0
+    rows = 1 if dtypes.reset_attention_mask else dtypes.micro_batch_size
+    return dtypes.sequence_length * dtypes.cp / rows
+
+
+def _has_dense_mask(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> bool:
+    """Return whether attention has a dense mask: over whole, short samples with documents or a window.
+
+    The others compute the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
+    """
+    length = dtypes.sequence_length
+    if length > profile.dense_mask_tokens or model.attention_backend not in ("auto", "efficient"):
+        return False
+    masked = dtypes.reset_attention_mask or (kind.window or length) < length
+    return masked and _attends_over_samples(dtypes) and not _needs_score_mod(model)
 
 
 def _score_bytes(

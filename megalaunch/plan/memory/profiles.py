@@ -38,8 +38,10 @@ class MemoryProfile:
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
         loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
         deferred_head_microbatches: microbatches whose gradients of logits are saved to defer the head's gradient.
-        dense_mask_tokens: attention over whole samples of up to so many tokens, with documents, saves a mask in the
-            dtype of queries; in longer samples blocks need none.
+        dense_mask_tokens: attention over whole samples of up to so many tokens, with documents or a window, saves a
+            mask in the dtype of queries; in longer samples blocks need none.
+        repeats_masked_kv: attention with such a mask, and the memory-efficient kernel, save the keys and values of
+            every query head (kernels/causal_attention.py).
         p2p_buffers: a pipeline stage holds its output of each microbatch in flight until that one's backward, and one
             received and one sent gradient.
         score_copies: fp32 copies of scores in attention without a fused kernel.
@@ -65,6 +67,7 @@ class MemoryProfile:
     deferred_head_microbatches: int = 0
     pending_logit_bytes: float | None = None
     dense_mask_tokens: int = 0
+    repeats_masked_kv: bool = False
     score_copies: int = 0
     query_block: int = 0
     dropout_masks: bool = True
@@ -81,6 +84,7 @@ ENGINE = MemoryProfile(
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
     dense_mask_tokens=DENSE_MASK_TOKENS,
+    repeats_masked_kv=True,
     score_copies=2,
     query_block=512,
     dropout_masks=False,
@@ -102,6 +106,7 @@ ENGINE_WITHOUT_TRITON = replace(
 CPU_ENGINE = replace(
     ENGINE_WITHOUT_TRITON,
     name="engine on CPU",
+    repeats_masked_kv=False,
     activation_gradients=1,
     max_saved_weight_tokens=512,
     separate_reduce_scatter_buffers=True,

@@ -51,6 +51,11 @@ ATTENTION = (
     ),
     OpRow("values", lambda d: d.activation_bytes * d.value_width * d.saved_kv_shards, recomputed_by=("mla_up",)),
     OpRow(
+        "keys and values, repeated for every query head",
+        lambda d: d.activation_bytes * (d.key_width + d.value_width) * d.repeated_kv_shards,
+        recomputed_by=("attention",),
+    ),
+    OpRow(
         "attention mask in the dtype of queries",
         lambda d: d.activation_bytes * d.mask_keys,
         "replicated",

@@ -52,6 +52,8 @@ MATH = "model.attention_backend=math"
 SINKS = "model.attention_sinks=true"
 OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
+ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
+WINDOW = "model.sliding_window=512"
 PACKED = "data.reset_attention_mask=true"
 
 
@@ -148,9 +150,18 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash_attn", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
+    Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP)),  # keys and values of every head
+    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), precision="fp32"),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]")),
+    Case("dp", 1, (8, 1, 2048), LOSS, (FEW_WORDS, WINDOW, *ONE_GROUP)),  # and a mask for each row
+    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, WINDOW, "model.sliding_window_pattern=2")),
+    Case("dp", 1, (4, 2, 2048), LAYER, (FEW_WORDS, WINDOW, "model.attention_backend=efficient")),
+    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient")),
+    Case("tp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED)),
+    Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a")),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, SINKS)),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS)),
-    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, "model.sliding_window=512", PACKED)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, WINDOW, PACKED)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=allgather")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=a2a")),
@@ -226,6 +237,7 @@ CASES += [
     _on_processors("dp", 1, (4, 4, 512), LOSS),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS),  # attention's weights are kept
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "data.reset_attention_mask=true"),  # none, but a mask
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "model.sliding_window=64"),
     _on_processors("dp", 1, (2, 2, 1024), LAYER, FEW_WORDS),  # so many are not
     _on_processors("dp", 1, (4, 4, 512), LAST_LAYER, FEW_WORDS, "recompute=full"),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, SELECTIVE, "recompute.modules=[attention]"),
