@@ -20,7 +20,7 @@ from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.packages import DEEP_EP, TRANSFORMER_ENGINE, lacks_expert_mesh, missing_attention_package
 from megalaunch.platform.plugins import PlatformError
-from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
+from megalaunch.rundir.environment import HANGS_WATCHED_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec
 
@@ -93,7 +93,7 @@ def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
         This worker's device, and the error that prevents the run: the same on every rank, None without one.
     """
     install_restricted_unpickler()
-    slack = 1.5 if LAUNCHER_PID_VARIABLE in os.environ else 1.0
+    slack = 1.5 if HANGS_WATCHED_VARIABLE in os.environ else 1.0
     timeout = datetime.timedelta(seconds=slack * spec.launcher.hang_timeout)
     # The start timeout is separate: ranks may still be loading torch from a busy disk.
     starting = datetime.timedelta(seconds=slack * max(spec.launcher.start_timeout, spec.launcher.hang_timeout))

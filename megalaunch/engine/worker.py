@@ -49,6 +49,7 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
     if not path.is_file():  # checked before files are written to its folder
         print(f"{path} is no file\n{USAGE}", file=sys.stderr)
         return 2
+    from megalaunch.rundir.environment import agent_restarts
     from megalaunch.rundir.fence import Fence
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
@@ -56,7 +57,7 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
 
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     redirect_output(directory.rank_log(rank))
-    fence = Fence(directory.attempts, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
+    fence = Fence(directory.attempts, restarted=agent_restarts(os.environ) > 0)
     diagnostics = HangDiagnostics(directory.collective_trace(rank), _attempt())
     diagnostics.install()
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())

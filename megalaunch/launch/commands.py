@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalaunch.platform.allocation import DEFAULT_PORT
-from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.environment import HANGS_WATCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from megalaunch.schema import RunSpec
 
 AGENT_MODULE = "megalaunch.engine.agent"
@@ -59,7 +59,7 @@ def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
 def agent_environment(
     environment: Mapping[str, str], launcher_pid: int | None, workers: int, cores: int
 ) -> dict[str, str]:
-    """Return the agent's environment: the user's, the launcher's pid, and OMP_NUM_THREADS if it is not set.
+    """Return the agent's environment: the user's, the launcher's variables, and OMP_NUM_THREADS if it is not set.
 
     Each worker gets an equal share of the CPU cores, at least one.
 
@@ -68,4 +68,4 @@ def agent_environment(
     """
     share = str(max(1, cores // max(1, workers)))
     launcher = {} if launcher_pid is None else {LAUNCHER_PID_VARIABLE: str(launcher_pid)}
-    return {"OMP_NUM_THREADS": share, **environment, **launcher}
+    return {"OMP_NUM_THREADS": share, **environment, HANGS_WATCHED_VARIABLE: "1", **launcher}

@@ -61,6 +61,16 @@ class Failure:
         """`ValueError: ...` in one line."""
         return f"{self.exception}: {self.message}" if self.message else self.exception
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of a launch that ends with this failure."""
+        return {"hang": ExitCode.HANG, BROKEN_TORCH: ExitCode.CONFIGURATION}.get(self.exception, ExitCode.CRASH)
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """The details of its `worker_failed` event."""
+        return dict(vars(self))
+
     def same_cause(self, other: Failure) -> bool:
         """Return whether both failed at the same step with the same exception."""
         return (self.step, self.exception) == (other.step, other.exception)
@@ -169,7 +179,9 @@ def _failure_location(attempt: int, rank: Rank, exception: str, message: str) ->
 
 
 def _lost_peer(event: Record) -> bool:
-    """Return whether an event is a peer-loss error."""
+    """Return whether an event is a peer-loss error; a hang is none, though it may name a collective of NCCL."""
+    if event.get("exception") == "hang":
+        return False
     return bool(_LOST_PEER.search(f"{event.get('exception', '')} {event.get('message', '')}"))
 
 

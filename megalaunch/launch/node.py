@@ -18,6 +18,7 @@ from megalaunch.launch.announcement import Announcement
 from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
 from megalaunch.launch.failure import first_failure
 from megalaunch.launch.local import Launch, write_run
+from megalaunch.launch.node_watch import NodeWatch
 from megalaunch.launch.process import descendants, send_signal, wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
@@ -36,10 +37,11 @@ from megalaunch.schema import RunSpec
 
 
 class NodeAgent:
-    """The agent of this node. Its output goes to this process's.
+    """The agent of this node, and the watch over its workers. Its output goes to this process's.
 
     Attributes:
         pid: of the agent's process; None before it was started.
+        was_hung: its workers were ended since they, or those of another node, hung.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class NodeAgent:
         commands = node_commands(spec, directory.spec, worker_module, restarts, first_node=first_node)
         self.command = commands[place.rank]
         self.pid: int | None = None
+        self.was_hung = False
 
-    def run(self, stop: StopSignals, poll: Callable[[], None]) -> int:
+    def run(self, stop: StopSignals, storage: StorageMonitor, poll: Callable[[], None]) -> int:
         """Run the agent until it ends; return its exit code, negative for a signal.
 
         Args:
             stop: the first stop signal goes to this node's workers, which save and end; a second one ends all at once.
+            storage: of the run directory, which may hide the progress of the workers.
             poll: called several times a second.
         """
         workers = int(self._spec.cluster.devices_per_node)
@@ -70,11 +74,13 @@ class NodeAgent:
         stop.watching = True
         agent = Agent(self.command, environment, None)
         self.pid = agent.process.pid
+        watch = NodeWatch(self._spec, self._directory, self._place.rank, storage)
         deadline: float | None = None
         try:
             while (code := agent.poll()) is None:
                 wait_for_any_end([agent.process], POLL_SECONDS)
                 poll()
+                watch.poll(time.monotonic())
                 if not stop.count:
                     continue
                 if deadline is None:
@@ -85,6 +91,7 @@ class NodeAgent:
                     break
         finally:
             agent.kill_tree()
+        self.was_hung = watch.is_hung
         return code if code is not None else -int(stop.signal_for_workers)
 
     def _forward(self, stop: StopSignals, agent: Agent) -> bool:
@@ -124,7 +131,7 @@ def run_first_node(
 
     try:
         with trackers(launch.spec, directory):
-            code = agent.run(stop, poll)
+            code = agent.run(stop, storage, poll)
         drawing.update()
     finally:
         if display is not None:
@@ -136,14 +143,16 @@ def run_first_node(
     return LaunchResult(replace(outcome, step=max(outcome.step, view.step)))  # an agent does not know the step
 
 
-def run_other_node(directory: RunDirectory, agent: NodeAgent, stop: StopSignals) -> ExitCode:
+def run_other_node(spec: RunSpec, directory: RunDirectory, agent: NodeAgent, stop: StopSignals) -> ExitCode:
     """Run a node that is not the first; return its exit code: that of the run, if it has an outcome."""
-    code = agent.run(stop, lambda: None)
+    code = agent.run(stop, StorageMonitor(directory, spec.run.storage_timeout), lambda: None)
     outcome = read_outcome(directory.outcome)
     if outcome is not None and outcome.exit_code in list(ExitCode):
         return ExitCode(outcome.exit_code)
     if stop.count:
         return stop.exit_code
+    if agent.was_hung:
+        return ExitCode.HANG
     return ExitCode(code) if code in list(ExitCode) else ExitCode.CRASH
 
 
@@ -159,7 +168,7 @@ def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, began: fl
         attempt = max((int(event.get("attempt", 0)) for event in failed), default=0)
         events = [event for event in failed if event.get("attempt") == attempt]
         failure = first_failure(attempt, events, {}, {}, step, agent_code=code)
-        exit_code, reason = ExitCode.CRASH, f"{failure.source}: {failure.error}"
+        exit_code, reason = failure.exit_code, f"{failure.source}: {failure.error}"
         if failure.rank is not None:
             node = failure.rank // int(launch.spec.cluster.devices_per_node)
             details = {"node": node, "rank": failure.rank, "phase": failure.phase}

@@ -12,7 +12,7 @@ from megalaunch.format.numbers import format_duration
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
-from megalaunch.launch.failure import BROKEN_TORCH, SUPERSEDED, Failure
+from megalaunch.launch.failure import SUPERSEDED, Failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
@@ -212,16 +212,7 @@ class Supervisor:
     def _record_failure(self, failure: Failure, reported: bool) -> None:
         self._failures.append(failure)
         if not reported and failure.rank is not None and not self._stop.count:
-            self._record(
-                "worker_failed",
-                rank=failure.rank,
-                coordinates=failure.coordinates,
-                phase=failure.phase,
-                step=failure.step,
-                exception=failure.exception,
-                message=failure.message,
-                attempt=failure.attempt,
-            )
+            self._record("worker_failed", **failure.event)
 
     @property
     def _last_failure(self) -> Failure | None:
@@ -285,8 +276,7 @@ class Supervisor:
         elif failure is None:
             code, reason = ExitCode.CRASH, "the workers ended without an error and without outcome.json"
         else:
-            code = {"hang": ExitCode.HANG, BROKEN_TORCH: ExitCode.CONFIGURATION}.get(failure.exception, ExitCode.CRASH)
-            code = ExitCode.NO_PROGRESS if self._keeps_failing() else code
+            code = ExitCode.NO_PROGRESS if self._keeps_failing() else failure.exit_code
             reason = f"{failure.source}: {failure.error}"
         details: dict[str, Any] = {} if failure is None else {**vars(failure), "attempts": len(self._failures)}
         if failure is not None:

@@ -124,4 +124,4 @@ def join_run(spec: RunSpec, directory: RunDirectory, place: NodePlace, cores: in
         wait_for_launch(directory, place, say)
     except JoinError as error:
         fail(str(error), error.exit_code)
-    return run_other_node(directory, NodeAgent(spec, directory, place, cores), stop)
+    return run_other_node(spec, directory, NodeAgent(spec, directory, place, cores), stop)

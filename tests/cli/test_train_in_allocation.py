@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from h100_stand_in import start_on_h100
 from launching import steps_of, wait_until
-from several_nodes import ended_processes, free_ports, indexed_job, slurm_step, torchrun_variables
+from several_nodes import ended_processes, free_ports, indexed_job, slurm_step, start_nodes, torchrun_variables
 from training import tiny_overrides
 from warm_process import MEGALAUNCH
 
@@ -30,13 +30,6 @@ wait $first; code=$?
 wait $second || exit $?
 exit $code
 """
-
-
-def start_nodes(folder, variables, *more, **environment):
-    """Two nodes with fake workers, each by the same command."""
-    port = free_ports()
-    overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more)
-    return [start_on_h100(0, folder, "train", *overrides, **variables(node, port), **environment) for node in range(2)]
 
 
 @pytest.mark.slow  # real workers on two nodes

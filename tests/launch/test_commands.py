@@ -50,4 +50,5 @@ def test_the_cores_are_shared_and_the_users_own_value_wins():
     assert agent_environment({}, 7, workers=2, cores=9)["OMP_NUM_THREADS"] == "4"
     assert agent_environment({}, 7, workers=8, cores=2)["OMP_NUM_THREADS"] == "1"
     mine = agent_environment({"OMP_NUM_THREADS": "3", "HOME": "/h"}, 7, workers=2, cores=9)
-    assert mine == {"OMP_NUM_THREADS": "3", "HOME": "/h", "MEGALAUNCH_LAUNCHER_PID": "7"}
+    watched = {"MEGALAUNCH_LAUNCHER_PID": "7", "MEGALAUNCH_HANGS_WATCHED": "1"}
+    assert mine == {"OMP_NUM_THREADS": "3", "HOME": "/h", **watched}

@@ -26,7 +26,7 @@ class CrashedAgent:
     def __init__(self, path, attempts):
         self.path, self.attempts = path, attempts
 
-    def run(self, stop, poll):
+    def run(self, stop, storage, poll):
         for number, (host, agent) in enumerate(self.attempts, 2):
             append_line(self.path, {"attempt": number, "host": host, "pid": 99, "agent": agent})
         return 1

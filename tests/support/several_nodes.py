@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from h100_stand_in import start_on_h100
+from training import tiny_overrides
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 
@@ -65,6 +71,32 @@ def indexed_job(node: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }
+
+
+def start_nodes(
+    folder: Path, variables: Callable[[int, int], dict[str, str]], *more: str, **environment: str
+) -> list[subprocess.Popen[str]]:
+    """Two nodes with fake workers, each by the same command."""
+    port = free_ports()
+    overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more)
+    return [start_on_h100(0, folder, "train", *overrides, **variables(node, port), **environment) for node in range(2)]
+
+
+def start_training_nodes(folder: Path, *more: str, shared: Path, **environment: str) -> list[subprocess.Popen[str]]:
+    """Two nodes of a Slurm step with real workers, one each."""
+    port = free_ports()
+    overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more, shared=shared)
+    return [
+        subprocess.Popen(
+            [*COLD_MEGALAUNCH, "train", *overrides],
+            cwd=folder,
+            env={**os.environ, **slurm_step(node, port), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalaunch.launch.hang.rank_monitor import Rank
@@ -32,27 +32,39 @@ _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _MAIN = f"{os.sep}engine{os.sep}worker.py"  # the file of the outermost frame of every worker's main thread
 
 
-def request_traces(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, CollectiveTrace]:
-    """Signal the ranks, and return the traces of those that answer in time, by rank.
+def request_traces(
+    ranks: Sequence[Rank], directory: RunDirectory, is_known: Callable[[], bool] = lambda: False
+) -> dict[int, CollectiveTrace]:
+    """Signal the ranks of this machine, and return the traces of all that answer in time, by rank.
+
+    Those of other machines are signalled by their own launchers.
 
     A stopped process cannot answer, nor one that holds the interpreter's lock (GIL) in native code. A process without
     handlers for the two signals is left out: they would kill it.
+
+    Args:
+        is_known: ends the wait for traces once it is true, since another node has named the hung rank.
     """
-    signalled: dict[int, Rank] = {}
+    awaited: dict[int, Rank] = {}
     began = time.time()
     for rank in ranks:
-        if rank.process and not rank.is_stopped and all(expects(rank.process, signal) for signal in _SIGNALS):
-            signalled[rank.progress.rank] = rank
+        if rank.process is None:
+            awaited[rank.progress.rank] = rank
+        elif not rank.is_stopped and all(expects(rank.process, signal) for signal in _SIGNALS):
+            awaited[rank.progress.rank] = rank
             for signal in _SIGNALS:
                 send_signal(rank.process, signal)
     traces: dict[int, CollectiveTrace] = {}
     deadline = time.monotonic() + REPLY_SECONDS
     while time.monotonic() < deadline and any(
-        number not in traces and rank.process and is_alive(rank.process) for number, rank in signalled.items()
+        number not in traces and (rank.process is None or is_alive(rank.process)) for number, rank in awaited.items()
     ):
+        if is_known():
+            break
         time.sleep(0.05)
-        for number, rank in signalled.items():
-            trace = read_collective_trace(directory.collective_trace(number), rank.progress.attempt, since=began)
+        for number, rank in awaited.items():
+            since = 0.0 if rank.process is None else began  # the clocks of two machines may differ
+            trace = read_collective_trace(directory.collective_trace(number), rank.progress.attempt, since)
             if trace is not None and number not in traces:
                 traces[number] = trace
                 deadline = time.monotonic() + REPLY_SECONDS

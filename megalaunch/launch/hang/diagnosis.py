@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megalaunch.launch.hang.collective_mismatch import Culprit, find_desynced_rank, find_mismatched_collective
@@ -28,11 +28,19 @@ class CollectiveCrash:
     aborted: frozenset[int]
 
 
-def diagnose_hang(ranks: RankMonitor, directory: RunDirectory) -> HungRank:
-    """Request traces from all ranks, then name the desynchronized rank or else the slowest one."""
-    traces = request_traces(ranks.alive, directory)
+def diagnose_hang(
+    ranks: RankMonitor, directory: RunDirectory, is_known: Callable[[], bool] = lambda: False
+) -> HungRank:
+    """Request traces from all ranks, then name the desynchronized rank or else the slowest one.
+
+    Args:
+        is_known: ends the wait for traces once it is true.
+    """
     # A stopped rank is the cause, whatever the traces of the others show; `slowest` returns it.
-    culprit = None if any(rank.is_stopped for rank in ranks.alive) else find_desynced_rank(traces)
+    if any(rank.is_stopped for rank in ranks.alive):
+        request_traces([rank for rank in ranks.local if not rank.ended], directory)
+        return HungRank(ranks.slowest())
+    culprit = find_desynced_rank(request_traces(ranks.alive, directory, is_known))
     return HungRank(ranks.slowest()) if culprit is None else HungRank(ranks.known[culprit.rank], culprit.message)
 
 

@@ -32,10 +32,10 @@ class HangDetector:
         """Advance to `now`, and record step times; `moved` says whether any rank has reported since the last poll."""
         gap, self._looked = now - self._looked, now
         self.silent = 0.0 if moved else self.silent + min(gap, _LONGEST_GAP)
-        first = ranks.known.get(min(ranks.known, default=0))
-        if first is None or first.progress.phase != STEPPING:
+        local = ranks.local  # of one machine, whose clock the times are of
+        if not local or local[0].progress.phase != STEPPING:
             return
-        step, time = first.progress.step, first.progress.time
+        step, time = local[0].progress.step, local[0].progress.time
         if self._last is not None and step > self._last[0]:
             self._seconds_per_step.append((time - self._last[1]) / (step - self._last[0]))
         if self._last is None or step != self._last[0]:

@@ -1,7 +1,8 @@
-"""Monitor the ranks of this machine, by their progress files and /proc: the phase and step of each, and if it runs."""
+"""Monitor ranks by their progress files and, on this machine, by /proc: the phase and step of each, and if it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, is_traced, return_code
@@ -17,7 +18,7 @@ STARTING = frozenset(
 
 @dataclass
 class Rank:
-    """One worker of an attempt: its newest progress record and its process."""
+    """One worker of an attempt: its newest progress record and its process; None: gone, or on another machine."""
 
     progress: Progress
     process: Process | None
@@ -47,22 +48,52 @@ def rank_label(rank: int, coordinates: str) -> str:
 
 
 class RankMonitor:
-    """The ranks of one attempt that have written a progress record; `refresh` updates them."""
+    """The ranks of one attempt that have written a progress record; `refresh` updates those of this machine.
 
-    def __init__(self, directory: RunDirectory, world: int, attempt: int) -> None:
-        self._directory, self._world, self._attempt = directory, world, attempt
+    Args:
+        local: the ranks of this machine; None: all.
+    """
+
+    def __init__(self, directory: RunDirectory, world: int, attempt: int, local: range | None = None) -> None:
+        self._directory, self._world, self.attempt = directory, world, attempt
+        self._local = range(world) if local is None else local
         self.known: dict[int, Rank] = {}
 
     def refresh(self) -> bool:
-        """Read every rank's progress; True when any rank has progressed since the last call."""
+        """Read the progress of the ranks of this machine; True when any has progressed since the last call."""
         moved = False
-        for number in range(self._world):
-            record = read_progress(self._directory.progress(number))
-            if record is not None and record.attempt == self._attempt:
-                moved = self._place(record) or moved
-        for rank in self.known.values():
+        for record in self._records(self._local):
+            moved = self._place(record) or moved
+        for rank in self.local:
             self._check(rank)
         return moved
+
+    def look_at_others(self) -> bool:
+        """Read the progress of the ranks of other machines; True when any has progressed since the last call.
+
+        A rank that is seen for the first time has not progressed. `forget_others` begins anew.
+        """
+        moved = False
+        for record in self._records(number for number in range(self._world) if number not in self._local):
+            before = self.known.get(record.rank)
+            moved = moved or (before is not None and before.progress.ticks != record.ticks)
+            self.known[record.rank] = Rank(record, None)
+        return moved
+
+    def forget_others(self) -> None:
+        """Forget the ranks of other machines, whose records grow old."""
+        self.known = {number: rank for number, rank in self.known.items() if number in self._local}
+
+    @property
+    def local(self) -> list[Rank]:
+        """The known ranks of this machine, in their order."""
+        return [rank for number, rank in sorted(self.known.items()) if number in self._local]
+
+    def _records(self, numbers: Iterable[int]) -> Iterable[Progress]:
+        for number in numbers:
+            record = read_progress(self._directory.progress(number))
+            if record is not None and record.attempt == self.attempt:
+                yield record
 
     def _place(self, record: Progress) -> bool:
         rank = self.known.get(record.rank)
@@ -82,12 +113,12 @@ class RankMonitor:
 
     @property
     def are_starting(self) -> bool:
-        """True while any rank has not reached its first step."""
-        return len(self.known) < self._world or any(rank.progress.phase in STARTING for rank in self.alive)
+        """True while any rank of this machine, or any other that is known, has not reached its first step."""
+        return len(self.local) < len(self._local) or any(rank.progress.phase in STARTING for rank in self.alive)
 
     @property
     def alive(self) -> list[Rank]:
-        """Ranks whose process runs."""
+        """Ranks whose process runs, as far as this machine knows."""
         return [rank for rank in self.known.values() if not rank.ended]
 
     @property
