@@ -1,4 +1,4 @@
-"""Device meshes of a run: named axes over all ranks. No other file creates a device mesh."""
+"""Device meshes and axes of a run: named axes over all ranks. No other file creates a device mesh or its groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.torch_private import group_timeouts, set_group_timeout
@@ -33,16 +34,25 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The device meshes of the dense layers and of the routed experts, and this rank's coordinates in them."""
+    """The device meshes of the dense layers and of the routed experts, and this rank's coordinates in them.
+
+    Attributes:
+        world_mesh: The axes (pp, dp_replicate, dp_shard, tp), where dp_shard includes the context-parallel ranks.
+        expert_mesh: The axes (pp, edp_replicate, edp_shard, ep, etp); None: that of the dense layers serves.
+        cp: The context-parallel axis: each sample is sharded over its ranks.
+        cp_hierarchy: The context-parallel axis as (inner, outer), for `cp_comm_type=a2a+p2p`; None without a hierarchy.
+        expert_parallel: The ranks that exchange tokens: ep, and within it etp, whose ranks hold shards of the same
+            experts.
+    """
 
     device: torch.device
     topology: Topology
     rank: int
     world_mesh: DeviceMesh
-    cp_mesh: DeviceMesh
-    cp_hierarchy_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
-    expert_parallel_mesh: DeviceMesh | None = None
+    cp: Axis = Axis("cp")
+    cp_hierarchy: tuple[Axis, Axis] | None = None
+    expert_parallel: Axis = Axis("ep")
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -80,13 +90,6 @@ class Mesh:
         return None if self.expert_mesh is None or not axes else self.expert_mesh[axes]
 
     @cached_property
-    def expert_parallel(self) -> Axis:
-        """The ranks that exchange tokens: ep, and within it etp, whose ranks hold shards of the same experts."""
-        if self.expert_parallel_mesh is None:
-            return Axis("ep")
-        return Axis.from_mesh(self.expert_parallel_mesh, "ep")
-
-    @cached_property
     def tp(self) -> Axis:
         """The tensor-parallel axis."""
         return Axis.from_mesh(self.world_mesh, "tp")
@@ -95,23 +98,6 @@ class Mesh:
     def pp(self) -> Axis:
         """The pipeline-parallel axis."""
         return Axis.from_mesh(self.world_mesh, "pp")
-
-    @cached_property
-    def cp(self) -> Axis:
-        """The context-parallel axis: each sample is sharded over its ranks."""
-        return Axis.from_mesh(self.cp_mesh, "cp") if self.topology.cp > 1 else Axis("cp")
-
-    @cached_property
-    def cp_hierarchy(self) -> tuple[Axis, Axis] | None:
-        """The context-parallel axis as (inner, outer), for `cp_comm_type=a2a+p2p`; None without a hierarchy."""
-        return (
-            None
-            if self.cp_hierarchy_mesh is None
-            else (
-                Axis.from_mesh(self.cp_hierarchy_mesh, "cp_inner"),
-                Axis.from_mesh(self.cp_hierarchy_mesh, "cp_outer"),
-            )
-        )
 
     @property
     def uses_gloo(self) -> bool:
@@ -146,41 +132,86 @@ class Mesh:
 
 def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
     """Create the meshes. The process group of `topology.world` ranks must be initialised."""
-    dense = topology.dense_grid
+    groups = _AxisGroups(device, rank)
     # Context-parallel ranks hold the same parameters as data-parallel ranks: `fully_shard` takes one axis of both.
-    grid = _init_mesh(device, topology.sharding_grid.merge(("cp", "dp_shard"), "dp_shard"))
-    samples = grid
+    world = groups.mesh(topology.sharding_grid.merge(("cp", "dp_shard"), "dp_shard"))
+    experts = groups.mesh(topology.expert_sharding_grid) if topology.has_expert_mesh else None
+    cp, levels, exchange = Axis("cp"), None, Axis("ep")
     if topology.cp > 1:
-        samples = _init_mesh(device, dense.merge(("dp", "pp"), "samples"))
-    levels = None
+        cp = groups.axis(topology.dense_grid, "cp")
     if topology.hierarchical_context_parallel_sizes:
         inner, outer = topology.hierarchical_context_parallel_sizes
-        split = dense.split("cp", ("cp_inner", inner), ("cp_outer", outer))
-        levels = _init_mesh(device, split.merge(("dp", "pp"), "samples"))
-    experts, exchange = _init_expert_meshes(topology, device)
-    for mesh in (grid, samples, levels, experts, exchange):
-        for group in [] if mesh is None else mesh.get_all_groups():
-            keep_timeout(group)
-    return Mesh(device, topology, rank, grid, samples, levels, experts, exchange)
+        split = topology.dense_grid.split("cp", ("cp_inner", inner), ("cp_outer", outer))
+        levels = groups.axis(split, "cp_inner"), groups.axis(split, "cp_outer")
+    if topology.has_expert_mesh and topology.ep * topology.etp > 1:
+        exchange = groups.axis(topology.expert_grid.merge(("etp", "ep"), "ep"), "ep")
+    return Mesh(device, topology, rank, world, experts, cp, levels, exchange)
 
 
-def _init_expert_meshes(topology: Topology, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Create the meshes of routed experts and of their token exchange; None: that of the dense layers serves."""
-    if not topology.has_expert_mesh:
-        return None, None
-    experts = _init_mesh(device, topology.expert_sharding_grid)
-    if topology.ep * topology.etp == 1:
-        return experts, None
-    if topology.etp == 1:
-        return experts, experts
-    joined = topology.expert_grid.merge(("etp", "ep"), "ep").merge(("edp", "pp"), "rest")
-    return experts, _init_mesh(device, joined)
+class _AxisGroups:
+    """Makes the process groups of axes, one for each set of ranks and purpose.
+
+    A communicator runs one collective after another. Axes share one if nothing overlaps their collectives: the tp axes
+    of all grids, pp, cp, etp. Gathers of parameters and reductions of gradients run beside those of the layers, and the
+    exchange of tokens beside a shared expert's: dp and ep axes share none with others.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device, self._rank = device, rank
+        self._made: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+
+    def mesh(self, grid: RankGrid) -> DeviceMesh:
+        """Return the device mesh of a grid; torch's meshes have the fastest-changing axis last."""
+        names = tuple(name for name, _ in reversed(grid.axes))
+        groups = [self._group(grid, name) for name in names]
+        return DeviceMesh.from_group(groups, self._device.type, _ranks(grid), mesh_dim_names=names)
+
+    def axis(self, grid: RankGrid, name: str) -> Axis:
+        """Return an axis of a grid that needs no device mesh."""
+        size, rank = dict(grid.axes)[name], grid.coordinates(self._rank)[name]
+        return Axis(name, size, rank, self._group(grid, name).group_name)
+
+    def _group(self, grid: RankGrid, name: str) -> ProcessGroup:
+        """Return this rank's group along an axis. All ranks call this for the same axes in the same order."""
+        position = next(dim for dim, (axis, _) in enumerate(reversed(grid.axes)) if axis == name)
+        sets = _ranks(grid).movedim(position, -1).flatten(end_dim=-2).tolist()
+        mine = next(tuple(ranks) for ranks in sets if self._rank in ranks)
+        # Two ranks of a set tell its axis's stride, and so all other sets: ranks agree on what they make.
+        key = _purpose(name) if len(mine) > 1 else "alone", mine
+        if key not in self._made:
+            self._made[key] = _make_group(name, sets)
+            keep_timeout(self._made[key])
+        return self._made[key]
 
 
-def _init_mesh(device: torch.device, grid: RankGrid) -> DeviceMesh:
-    """Create the device mesh of a grid; torch's meshes have the fastest-changing axis last."""
-    names, sizes = zip(*reversed(grid.axes), strict=True)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+def _purpose(axis: str) -> str:
+    """Return what an axis shares process groups for."""
+    return {"ep": "exchange"}.get(axis, "sharding" if "dp_" in axis else "layers")
+
+
+def _ranks(grid: RankGrid) -> Tensor:
+    """Return the ranks of a grid, the fastest-changing axis last."""
+    return torch.arange(grid.world).view([size for _, size in reversed(grid.axes)])
+
+
+def _make_group(axis: str, sets: list[list[int]]) -> ProcessGroup:
+    """Make a group of each set of ranks and return this rank's, as torch's device meshes do.
+
+    That of all ranks exists. A world group that is bound to a device is split, in one call for all sets.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the process group is initialized first"
+    if len(sets) == 1:
+        return world
+    made, description = None, f"mesh_{axis}"
+    if world.bound_device_id is not None:
+        made = dist.split_group(world, sets, group_desc=description)
+    else:
+        for ranks in sets:
+            group = dist.new_group(ranks, group_desc=description)
+            made = group if dist.get_rank() in ranks else made
+    assert made is not None, "a rank is in one of the sets"
+    return made
 
 
 def world_timeout() -> datetime.timedelta | None:

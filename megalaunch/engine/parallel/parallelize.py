@@ -42,6 +42,7 @@ from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, main_params_dtype, mixed_precision_policy
+from megalaunch.engine.torch_private import group_named
 from megalaunch.kernels.forms import prescribes_forms
 from megalaunch.kernels.overridable import build_for
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
@@ -201,7 +202,7 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
 
 
 def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> TokenDispatcher | None:
-    if mesh.expert_parallel_mesh is None or mesh.expert_parallel.size == 1 or spec.model.moe.num_experts is None:
+    if mesh.expert_parallel.size == 1 or spec.model.moe.num_experts is None:
         return None
     blocks = ExpertBlocks(mesh.expert_parallel, spec.model.moe.num_experts, mesh.topology.etp)
     parts = 2 if spec.parallel.overlap_moe_expert_parallel_comm else 1
@@ -211,5 +212,5 @@ def _make_dispatcher(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> Token
         case "alltoall":
             return AllToAllDispatcher(blocks, readers.row_counts, parts)
         case "flex":
-            buffer = make_buffer(mesh.expert_parallel_mesh.get_group("ep"), spec.model.hidden_size)
+            buffer = make_buffer(group_named(mesh.expert_parallel.group), spec.model.hidden_size)
             return DeepEPDispatcher(blocks, buffer, parts)
