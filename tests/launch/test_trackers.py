@@ -11,6 +11,7 @@ import time
 import pytest
 from launching import running, wait_until
 from tracked_run import directory_of, one_worker
+from training import train_tiny
 
 from megalaunch.launch.process import descendants
 from megalaunch.launch.run_state import ThroughputBasis
@@ -204,3 +205,31 @@ def test_a_server_that_does_not_answer_delays_the_end_by_a_limit(tmp_path, monke
     assert note == "warning: tracker mlflow did not finish in 3 s: run the command again"
     assert CANARY not in "".join(path.read_text() for path in directory.root.rglob("*") if path.is_file())
     assert os.environ["MLFLOW_TRACKING_URI"]
+
+
+HUNG = """
+import sys, time
+
+if "megalaunch.launch.trackers" in sys.orig_argv:
+    open({path!r}, "w").close()
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_trains_to_its_end_while_a_tracker_hangs(tmp_path):
+    """It takes nothing from its start on, so that a run that waited for it would not train a step."""
+    hung = tmp_path / "hung"
+    (tmp_path / "sitecustomize.py").write_text(HUNG.format(path=str(hung)))
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    overrides = ("train.steps=12", "logging.trackers=[tensorboard]")
+    code, _, err = train_tiny(tmp_path, *overrides, PYTHONPATH=python_path)
+    assert (code, err) == (0, "")
+    run = RunDirectory(tmp_path / "run")
+    assert hung.exists()
+    assert not list(run.tensorboard.glob("*"))
+    assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 13))
+    (outcome,) = (event for event in read_lines(run.events) if event["event"] == "outcome")
+    (note,) = (event for event in read_lines(run.events) if event["event"] == "note")
+    assert note["message"] == "warning: tracker tensorboard did not finish in 30 s: run the command again"
+    assert note["time"] > outcome["time"] + 25
