@@ -30,12 +30,13 @@ LIMIT = 900  # seconds for the tests of one fault
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, and what happens; `reason` says why no test proves it."""
+    """A fault, and what happens; `reason` says why no test proves it, `release` why all of them take a release."""
 
     name: str
     fault: str
     happens: str = ""
     reason: str = ""
+    release: str = ""
     tests: list[str] = field(default_factory=list)
 
 

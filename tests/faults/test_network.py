@@ -16,7 +16,7 @@ from training import tiny_overrides, train_tiny
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
-pytestmark = [pytest.mark.timed, pytest.mark.slow, pytest.mark.release]
+pytestmark = [pytest.mark.timed, pytest.mark.slow]
 STEPS = 40
 LENGTH = (f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "schedule.warmup_steps=10")
 STALE_SECONDS = 12
@@ -75,6 +75,7 @@ def test_a_cut_link_is_a_lost_node_and_only_the_new_workers_write(hosts, tmp_pat
     assert losses_of(run) == undisturbed
 
 
+@pytest.mark.release
 def test_a_slow_link_only_slows_the_run(hosts, tmp_path, shared, undisturbed):
     run = RunDirectory(tmp_path / "run")
     with by_ssh(hosts, tmp_path, shared) as train:
@@ -91,6 +92,7 @@ def test_a_slow_link_only_slows_the_run(hosts, tmp_path, shared, undisturbed):
     assert losses_of(run) == undisturbed
 
 
+@pytest.mark.release
 def test_a_slow_network_is_told_before_the_first_step(hosts, tmp_path, shared, undisturbed):
     """1 Mbit/s, where the cluster is said to have a hundred times as much."""
     run = RunDirectory(tmp_path / "run")

@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory):
     return losses_of(RunDirectory(folder / "run"))
 
 
-@pytest.mark.parametrize("kind", slow_but(["job", "jobset"], every=[]))
+@pytest.mark.parametrize("kind", slow_but(["job", "jobset"], every=["jobset"]))
 def test_a_killed_pod_is_replaced_with_the_losses_of_an_undisturbed_run(cluster, tmp_path, undisturbed, kind):
     run = RunDirectory(tmp_path / "run")
     code, output = call(tmp_path, "train", *tiny_overrides(tmp_path, *pods(kind)), "--detach")

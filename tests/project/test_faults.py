@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 
 import pytest
@@ -23,6 +24,39 @@ def test_a_fault_has_tests_that_exist_or_a_reason(case):
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert not function or function in found, name
+
+
+@pytest.mark.parametrize("case", faults.cases(), ids=lambda case: case.name)
+def test_a_fault_has_a_test_of_every_day_or_says_why_not(case):
+    runs = [name for name in case.tests if not only_before_a_release(name)]
+    assert bool(runs) != bool(case.release), case.release or f"{case.tests} run only before a release"
+
+
+def only_before_a_release(name: str) -> bool:
+    """Whether all tests of a file, or all cases of one test, are marked `release`."""
+    path, _, function = name.partition("[")[0].partition("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+    if any(is_released(mark) for value in marks for mark in getattr(value, "elts", [value])):
+        return True
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return all(any(map(is_released, node.decorator_list)) for node in found if node.name == (function or node.name))
+
+
+def is_released(mark: ast.expr) -> bool:
+    """Whether a mark is `release`, or parametrizes with cases that all are."""
+    text = ast.unparse(mark)
+    return text == "pytest.mark.release" or re.search(r"slow_but\(\[[^]]*\], every=\[\]\)", text) is not None
+
+
+def test_the_marks_of_tests_are_read():
+    assert only_before_a_release(
+        "tests/faults/test_real_worker.py::test_nothing_outlives_a_launcher_killed_twenty_times"
+    )
+    assert is_released(ast.parse("pytest.mark.parametrize('kind', slow_but(['a', 'b'], every=[]))").body[0].value)
+    assert not is_released(
+        ast.parse("pytest.mark.parametrize('kind', slow_but(['a', 'b'], every=['a']))").body[0].value
+    )
 
 
 def test_the_page_has_the_table():
