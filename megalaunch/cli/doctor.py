@@ -369,8 +369,9 @@ def _chip_text(machine: dict[str, Any]) -> str:
         unit = machine["native_bf16"]
         return "cpu; " + (f"bf16 by {unit}" if unit else "no bf16 matrix unit: auto computes in fp32")
     memory = machine["device_memory_bytes"]
-    peak = machine["peak_flops"].get("bf16")
+    dtype = "bf16" if machine["native_bf16"] else "fp16"
+    peak = machine["peak_flops"].get(dtype)
     parts = [f"{machine['devices']} x {machine['chip']}"]
     parts += [f"{format_memory(memory)} each"] if memory else []
-    parts += [f"{peak / 1e12:g} TFLOP/s in bf16"] if peak else []
+    parts += [f"{peak / 1e12:g} TFLOP/s in {dtype}"] if peak else []
     return ", ".join(parts)

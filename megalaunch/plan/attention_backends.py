@@ -13,7 +13,7 @@ from typing import Literal
 
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.topology import most_common_cp_comm_type
-from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.platforms import FUSED_ATTENTION, PACKAGE_ATTENTION
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend, ModelSpec
@@ -39,6 +39,7 @@ class BackendFacts:
         deterministic: it has a deterministic backward pass on a GPU.
         package: it is of another package, and auto never takes it.
         nvidia_only: it has no kernels for other chips that torch calls cuda.
+        capability: the least CUDA compute capability that it has kernels for; None: any.
     """
 
     meaning: str
@@ -54,8 +55,10 @@ class BackendFacts:
     deterministic: bool = True
     package: bool = False
     nvidia_only: bool = False
+    capability: float | None = None
 
 
+_AMPERE = 8.0
 _ALL_EXCHANGES = ("p2p", "a2a", "allgather", "a2a+p2p")
 # Limits of the operators: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and its FlexAttention; those of
 # flash-attn: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp of its 2.8 sources.
@@ -67,9 +70,15 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             head_sizes=(1, 256),
             sinks=True,
             exchanges=_ALL_EXCHANGES,
+            capability=_AMPERE,
         ),
         "cudnn": BackendFacts(
-            "torch's call of cuDNN", gpu_16_bits_only=True, head_sizes=(1, 128), masks="none", deterministic=False
+            "torch's call of cuDNN",
+            gpu_16_bits_only=True,
+            head_sizes=(1, 128),
+            masks="none",
+            deterministic=False,
+            capability=_AMPERE,
         ),
         "efficient": BackendFacts("torch's memory-efficient attention, keys repeated for each head", masks="dense"),
         "flex": BackendFacts(
@@ -94,6 +103,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             soft_cap=True,
             exchanges=("a2a", "allgather"),
             package=True,
+            capability=_AMPERE,
         ),
         "te": BackendFacts(
             "Transformer Engine's DotProductAttention",
@@ -103,6 +113,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             masked_exchanges=("a2a", "allgather"),
             package=True,
             nvidia_only=True,
+            capability=_AMPERE,
         ),
     }
 )
@@ -117,6 +128,11 @@ def serving_backends(device: str) -> tuple[AttentionBackend, ...]:
 def _runs_on(name: AttentionBackend, device: str) -> bool:
     facts = BACKENDS[name]
     return facts.any_device or name in (PACKAGE_ATTENTION if facts.package else FUSED_ATTENTION).get(device, ())
+
+
+def has_kernels_for(facts: BackendFacts, chip: ChipFacts) -> bool:
+    """Return whether a backend has kernels for the chip's compute capability; True where that is unknown."""
+    return facts.capability is None or chip.capability is None or chip.capability >= facts.capability
 
 
 def device_of(spec: RunSpec) -> str | None:
@@ -182,7 +198,15 @@ def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
         return KernelChoice("dense_mask", f"samples have at most {DENSE_MASK_TOKENS:,} tokens")
     if device_of(spec) == "cpu":
         return KernelChoice("cpu", "by dtype and length: the faster on a CPU")
-    return KernelChoice("torch", "flash, cuDNN or memory-efficient, in torch's order of preference")
+    return KernelChoice("torch", _torch_kernels(spec))
+
+
+def _torch_kernels(spec: RunSpec) -> str:
+    """Return among which kernels torch's operator selects on the spec's chip."""
+    chip = CHIPS.get(spec.platform.chip)
+    if chip is not None and not has_kernels_for(BACKENDS["flash"], chip):
+        return f"memory-efficient; flash and cuDNN need compute capability {_AMPERE}"
+    return "flash, cuDNN or memory-efficient, in torch's order of preference"
 
 
 _KERNELS: Mapping[AutoKernel, str] = MappingProxyType(
@@ -228,9 +252,9 @@ def _describe_choice(choice: KernelChoice) -> str:
 
 
 def _has_flash(spec: RunSpec) -> bool:
-    """Return whether blocks have a flash kernel: on CPUs always, on GPUs in 16 bits."""
+    """Return whether blocks have a flash kernel: on CPUs always, on GPUs from Ampere on in 16 bits."""
     flash, device = BACKENDS["flash"], device_of(spec)
-    if device is None or not _runs_on("flash", device):
+    if device is None or not _runs_on("flash", device) or not has_kernels_for(flash, CHIPS[spec.platform.chip]):
         return False
     fits = head_size(spec.model) <= (flash.head_sizes[1] or 0) and spec.precision.compute_dtype != "fp32"
     return device == "cpu" or fits

@@ -55,7 +55,7 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "precision.native": (
             "The chip supports the compute dtype natively.",
-            "An emulated dtype is a warning: it works, but fp32 is likely faster.",
+            "An emulated dtype is a warning: it works, but fp32 is likely faster. A GPU without bf16 is refused.",
         ),
         "run.changed": (
             "A rerun in the same directory continues the same run.",

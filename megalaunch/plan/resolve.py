@@ -161,6 +161,8 @@ def _emulated_dtype(spec: RunSpec, machine: Machine) -> list[Finding]:
     facts = chip_facts(spec, machine)
     if spec.precision.compute_dtype != "bf16" or facts is None or facts.native_bf16:
         return []
+    if facts.lacks_bf16:  # refused, by the rule precision.bf16_chip
+        return []
     if facts.device != machine.chip.device:  # no table has the dtypes of another machine's CPU
         return []
     message = f"{facts.name} has no native bf16 here: fp32 is likely faster"
@@ -205,7 +207,8 @@ def _machine_values(spec: RunSpec, machine: Machine) -> _Changes:
         if facts.native_bf16:
             changes["precision.compute_dtype"] = ("bf16", f"{facts.name} supports it natively: {facts.native_bf16}")
         else:
-            changes["precision.compute_dtype"] = ("fp32", f"{facts.name} has no native bf16")
+            faster = "; precision=fp16 is faster" if "fp16" in facts.peak_flops else ""
+            changes["precision.compute_dtype"] = ("fp32", f"{facts.name} has no native bf16{faster}")
     return changes
 
 

@@ -26,6 +26,14 @@ _NVIDIA_NAMES = (
     (r"\bH200(?! NVL)", "h200"),
     (r"GB200", "gb200"),
     (r"\bB200", "b200"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bA10\b", "a10"),
+    (r"RTX A6000\b", "rtxa6000"),
+    (r"GeForce RTX 3090$", "rtx3090"),
+    (r"GeForce RTX 4090$", "rtx4090"),
+    (r"\bT4$", "t4"),
+    (r"V100-SXM\d-16GB", "v100"),
+    (r"V100-SXM\d-32GB", "v100_32gb"),
 )
 
 # Device nodes of accelerators that are not detected further, each with a note for the user.
@@ -149,4 +157,4 @@ def _chip_name(gpu: _Gpu) -> ChipFacts:
             return CHIPS[name]
     # Ampere (8.0) is the first generation with bf16 tensor cores.
     unit = "tensor cores" if gpu.capability is not None and gpu.capability >= 8.0 else None
-    return replace(CHIPS["cuda"], memory_bytes=gpu.memory_bytes, native_bf16=unit)
+    return replace(CHIPS["cuda"], memory_bytes=gpu.memory_bytes, native_bf16=unit, capability=gpu.capability)

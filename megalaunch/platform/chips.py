@@ -29,6 +29,7 @@ class ChipFacts:
         communication: the collective backend.
         visible_devices_variable: the environment variable that hides devices.
         native_bf16: the unit that multiplies bf16; None if bf16 would be emulated.
+        capability: CUDA compute capability (9.0); None: unknown, or not NVIDIA's.
         memory_bandwidth: of the device's memory, in bytes/s.
         link_bandwidth: from one device to the others of its node, one way, in bytes/s.
         network_bandwidth: usual bandwidth from one device to other nodes, one way, in bytes/s.
@@ -43,6 +44,7 @@ class ChipFacts:
     communication: str
     visible_devices_variable: str | None
     native_bf16: str | None
+    capability: float | None = None
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
@@ -53,6 +55,16 @@ class ChipFacts:
     def is_nvidia(self) -> bool:
         """Whether it runs libraries that are compiled for NVIDIA's GPUs; AMD's chips are cuda to torch too."""
         return self.device == "cuda" and self.visible_devices_variable == "CUDA_VISIBLE_DEVICES"
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether the chip's published peaks show that it has no unit for bf16; False where none are known."""
+        return bool(self.peak_flops) and self.native_bf16 is None
+
+    @property
+    def lacks_tf32(self) -> bool:
+        """Whether it is an NVIDIA GPU without TF32 tensor cores; False where its peaks are unknown."""
+        return self.is_nvidia and bool(self.peak_flops) and "tf32" not in self.peak_flops
 
 
 def _peaks(**teraflops: float) -> Mapping[str, float]:
@@ -77,6 +89,7 @@ def _chip(
     peaks: Mapping[str, float],
     native_bf16: str | None,
     moves: _Moves = _Moves(),
+    capability: float | None = None,
 ) -> ChipFacts:
     platform = PLATFORMS[device]
     return ChipFacts(
@@ -87,6 +100,7 @@ def _chip(
         communication=platform.process_group_backend,
         visible_devices_variable=_VARIABLES.get(name, platform.visible_devices_variable),
         native_bf16=native_bf16,
+        capability=capability,
         memory_bandwidth=_bytes(moves.memory),
         link_bandwidth=_bytes(moves.link),
         network_bandwidth=_bytes(moves.network),
@@ -126,6 +140,7 @@ _ROWS = (
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
         _Moves(1555, 300, 25, 8),
+        8.0,
     ),
     _chip(
         "a100_80gb",
@@ -134,6 +149,7 @@ _ROWS = (
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
         _Moves(2039, 300, 25, 8),
+        8.0,
     ),
     # NVIDIA H100 data sheet. SXM5: 3.35 TB/s, NVLink 4, 900 GB/s both ways; DGX H100: 400 Gb/s a GPU.
     _chip(
@@ -143,6 +159,7 @@ _ROWS = (
         _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
         _TENSOR_CORES,
         _Moves(3350, 450, 50, 8),
+        9.0,
     ),
     # The PCIe card: 80 GB, 2.0 TB/s, PCIe 5 x16 at 64 GB/s a way (the bridge joins pairs only). No usual network.
     _chip(
@@ -152,6 +169,7 @@ _ROWS = (
         _peaks(bf16=756, fp16=756, fp8=1513, tf32=378, fp32=51),
         _TENSOR_CORES,
         _Moves(2000, 64, None),
+        9.0,
     ),
     # The NVL card: 94 GB, 3.9 TB/s; NVLink joins two cards, the rest goes over PCIe 5 x16.
     _chip(
@@ -161,6 +179,7 @@ _ROWS = (
         _peaks(bf16=835, fp16=835, fp8=1671, tf32=417.5, fp32=60),
         _TENSOR_CORES,
         _Moves(3900, 64, None),
+        9.0,
     ),
     # NVIDIA H200 data sheet, SXM: H100's compute, more and faster memory (141 GB, 4.8 TB/s).
     _chip(
@@ -170,6 +189,7 @@ _ROWS = (
         _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
         _TENSOR_CORES,
         _Moves(4800, 450, 50, 8),
+        9.0,
     ),
     # NVIDIA HGX B200 data sheet, an eighth of the system: 180 GB (driver: 183,359 MiB), 8 TB/s (HGX: 7.7); NVLink 5,
     # 1.8 TB/s both ways; DGX B200: 400 Gb/s a GPU.
@@ -180,6 +200,7 @@ _ROWS = (
         _peaks(bf16=2250, fp16=2250, fp8=4500, tf32=1125, fp32=75),
         _TENSOR_CORES,
         _Moves(7700, 900, 50, 8),
+        10.0,
     ),
     # NVIDIA GB200 NVL72 data sheet, a seventy-second of the rack: 13.4 TB (186 GB) and 576 TB/s (8 TB/s); one NVLink
     # domain of 72, here by compute tray of 4; 400 Gb/s a GPU.
@@ -190,7 +211,65 @@ _ROWS = (
         _peaks(bf16=2500, fp16=2500, fp8=5000, tf32=1250, fp32=80),
         _TENSOR_CORES,
         _Moves(8000, 900, 50, 4, domain=72),
+        10.0,
     ),
+    # NVIDIA L40S data sheet: 48 GB, 864 GB/s; PCIe 4 x16 at 32 GB/s a way, as of the cards below.
+    _chip(
+        "l40s",
+        "cuda",
+        46068,
+        _peaks(bf16=362.05, fp16=362.05, fp8=733, tf32=183, fp32=91.6),
+        _TENSOR_CORES,
+        _Moves(864, 32, None),
+        8.9,
+    ),
+    # NVIDIA A10 data sheet: 24 GB, 600 GB/s.
+    _chip(
+        "a10",
+        "cuda",
+        23028,
+        _peaks(bf16=125, fp16=125, tf32=62.5, fp32=31.2),
+        _TENSOR_CORES,
+        _Moves(600, 32, None),
+        8.6,
+    ),
+    # NVIDIA's whitepapers of GA102 (RTX A6000, RTX 3090) and of Ada (RTX 4090), whose peaks are those of products that
+    # are added up in fp32: GeForce cards have half the rate of the same chip on a workstation card. NVLink of Ampere's
+    # cards joins pairs only; GeForce cards without it copy through the host, at the rate of PCIe at best.
+    _chip(
+        "rtxa6000",
+        "cuda",
+        49140,
+        _peaks(bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
+        _TENSOR_CORES,
+        _Moves(768, 32, None),
+        8.6,
+    ),
+    _chip(
+        "rtx3090",
+        "cuda",
+        24576,
+        _peaks(bf16=71, fp16=71, tf32=35.6, fp32=35.6),
+        _TENSOR_CORES,
+        _Moves(936, 32, None),
+        8.6,
+    ),
+    _chip(
+        "rtx4090",
+        "cuda",
+        24564,
+        _peaks(bf16=165.2, fp16=165.2, fp8=330.3, tf32=82.6, fp32=82.6),
+        _TENSOR_CORES,
+        _Moves(1008, 32, None),
+        8.9,
+    ),
+    # NVIDIA T4 product brief: 16 GB, 320 GB/s; PCIe 3 x16 at 16 GB/s a way. Tensor cores of Turing and Volta take fp16
+    # only.
+    _chip("t4", "cuda", 15360, _peaks(fp16=65, fp32=8.1), None, _Moves(320, 16, None), 7.5),
+    # NVIDIA V100 data sheet (SXM2), of 16 and of 32 GB: 900 GB/s; NVLink 2, 300 GB/s both ways; DGX-1: four adapters of
+    # 100 Gb/s for eight GPUs.
+    _chip("v100", "cuda", 16160, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8), 7.0),
+    _chip("v100_32gb", "cuda", 32510, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8), 7.0),
     # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s; Infinity Fabric, 7 links of 64 GB/s a way; 400 Gb/s a GPU.
     _chip(
         "mi300x",
@@ -214,6 +293,11 @@ _ROWS = (
     # in fp8. Figures for other dtypes were not reported.
     _chip("mtt_s5000", "musa", 80 * 1024, _peaks(fp8=1000), _TENSOR_CORES, _Moves(1600, 392, None, 8)),
 )
+
+
+def chips_of(capability: float) -> tuple[str, ...]:
+    """Return the names of the chips of this table that have a CUDA compute capability, one generation."""
+    return tuple(row.name for row in _ROWS if row.capability == capability)
 
 
 class _Chips(Mapping[str, ChipFacts]):

@@ -149,6 +149,7 @@ def test_a_machine_with_gpus():
     assert "  chip    8 x h100, 79.6 GiB each, 989 TFLOP/s in bf16\n" in text
     assert "  memory  64.0 GiB\n" in text
     assert "  note    a note.\n" in text
+    assert "4 x t4, 15.0 GiB each, 65 TFLOP/s in fp16\n" in report_text(build_report(machine("t4", 4), states))
     assert "nothing is missing" in text
 
 

@@ -83,7 +83,25 @@ def test_eight_h100(machine):
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA GH200 480GB", "cuda"),
         ("NVIDIA H800", "cuda"),
-        ("Tesla T4", "cuda"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", "cuda"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "cuda"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "cuda"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "cuda"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", "cuda"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "cuda"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA T4", "t4"),
+        ("NVIDIA T400 4GB", "cuda"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla V100-SXM2-32GB", "v100_32gb"),
+        ("Tesla V100-SXM3-32GB", "v100_32gb"),
+        ("Tesla V100-PCIE-32GB", "cuda"),
+        ("Tesla V100S-PCIE-32GB", "cuda"),
     ],
 )
 def test_names_of_the_driver(machine, name, chip):
@@ -92,12 +110,12 @@ def test_names_of_the_driver(machine, name, chip):
 
 
 def test_a_gpu_without_facts_keeps_its_memory_and_says_so(machine):
-    machine.gpus("Tesla T4, GPU-1, 15360, 7.5")
+    machine.gpus("Quadro RTX 8000, GPU-1, 49152, 7.5")
     found = machine.detect()
-    assert found.chip.memory_bytes == 15360 * 2**20
-    assert found.chip.native_bf16 is None
-    assert found.notes == ("No specification of Tesla T4: MFU is unknown.",)
-    machine.gpus("NVIDIA GeForce RTX 4090, GPU-1, 24564, 8.9")
+    assert found.chip.memory_bytes == 49152 * 2**20
+    assert (found.chip.native_bf16, found.chip.capability) == (None, 7.5)
+    assert found.notes == ("No specification of Quadro RTX 8000: MFU is unknown.",)
+    machine.gpus("NVIDIA RTX 6000 Ada Generation, GPU-1, 49140, 8.9")
     assert machine.detect().chip.native_bf16 == "tensor cores"
 
 

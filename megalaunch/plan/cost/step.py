@@ -181,7 +181,8 @@ def _assemble(
         "outer": wire.outer_step(spec, topology, wires, sizes),
     }
     slowdown = communication["dp"].hidden * device.stack.overlap_slowdown.value
-    peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
+    peaks = CHIPS[spec.platform.chip].peak_flops
+    peak = peaks.get("bf16", peaks.get("fp16", device.attention_flops))
     flops, full = _model_flops(spec)
     return StepTime(
         stack=device.stack,

@@ -9,6 +9,7 @@ from megalaunch.plan.attention_backends import (
     DENSE_MASK_TOKENS,
     BackendFacts,
     device_of,
+    has_kernels_for,
     head_size,
     serving_backends,
 )
@@ -55,6 +56,13 @@ def backend_platform(at: RuleContext) -> Iterator[Violation]:
     chip = CHIPS[at.spec.platform.chip]
     if facts.nvidia_only and not chip.is_nvidia:
         yield Violation(_KEY, f"{facts.meaning} has no kernels for {chip.name}", fixes=_other_backends(at))
+    if not has_kernels_for(facts, chip):
+        yield Violation(
+            _KEY,
+            f"{name} attention needs compute capability {facts.capability}, but {chip.name} has {chip.capability}",
+            {"capability": chip.capability},
+            _other_backends(at),
+        )
     dtype, width = at.spec.precision.compute_dtype, head_size(at.spec.model)
     smallest, largest = facts.head_sizes
     if facts.gpu_16_bits_only and dtype == "fp32":

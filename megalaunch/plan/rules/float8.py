@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples
-from megalaunch.platform.chips import CHIPS
+from megalaunch.platform.chips import CHIPS, chips_of
+from megalaunch.schema.precision import Float8Recipe
 
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Block size by recipe: operand alignment of an fp8 matmul (16), or values per scale (DeepSeek-V3: 128, MX: 32)."""
 
-_HOPPER = ("h100", "h100_pcie", "h100_nvl", "h200")
-_BLACKWELL = ("b200", "gb200")
+_ADA, _HOPPER, _BLACKWELL = chips_of(8.9), chips_of(9.0), chips_of(10.0)
 _FNUZ = ("mi300x",)
 
 register_inert(
@@ -82,7 +82,19 @@ def chip(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "precision.compute_dtype",
             f"{facts.name} has no fp8 units: it computes in {formats}",
-            fixes=({"precision.emulate": True}, {"precision.compute_dtype": "bf16"}),
+            fixes=({"precision.emulate": True}, {"precision.compute_dtype": "fp16" if facts.lacks_bf16 else "bf16"}),
+        )
+
+
+@rule("fp8.experts_chip", "The chip has a grouped fp8 matmul, if experts compute in native fp8.")
+def experts_chip(at: RuleContext) -> Iterator[Violation]:
+    """torch's grouped matmul in fp8 is written for Hopper, Blackwell and MI300; Ada has fp8 linear layers only."""
+    if _is_native(at) and at.has_experts and at.spec.platform.chip in _ADA:
+        yield Violation(
+            "precision.compute_dtype",
+            f"native matmuls of experts need Hopper or Blackwell ({', '.join((*_HOPPER, *_BLACKWELL))}), "
+            f"but the chip is {at.spec.platform.chip}",
+            fixes=({"precision.compute_dtype": "bf16"}, {"precision.emulate": True}),
         )
 
 
@@ -155,17 +167,30 @@ def blockwise_chip(at: RuleContext) -> Iterator[Violation]:
 def _recipe_chips(
     at: RuleContext, recipe: str, generation: str, chips: tuple[str, ...], others: tuple[str, ...]
 ) -> Iterator[Violation]:
-    """Yield a violation if the chip multiplies fp8, but not by this recipe; fixes are other recipes."""
+    """Yield a violation if the chip multiplies fp8, but not by this recipe; fixes are other recipes.
+
+    Other rules report chips that multiply none of the recipes.
+    """
     facts, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
     known = facts is not None and "fp8" in facts.peak_flops
-    if not _alignment(at) or precision.emulate or not known or at.spec.platform.chip in chips:
+    if not _alignment(at) or precision.emulate or not known or at.spec.platform.chip in (*chips, *_FNUZ):
         return
     if precision.fp8.recipe == recipe:
         yield Violation(
             "precision.fp8.recipe",
-            f"{recipe} needs {generation} ({', '.join(chips)}), but the chip is {at.spec.platform.chip}",
+            f"{recipe} needs {generation} ({', '.join(chips)}), "
+            f"but {at.spec.platform.chip} has {', '.join(_recipes_of(at))}",
             fixes=tuple({"precision.fp8.recipe": other} for other in others),
         )
+
+
+def _recipes_of(at: RuleContext) -> list[Float8Recipe]:
+    """Return the recipes that the chip computes natively, or by Transformer Engine where the run uses it."""
+    chip, library = at.spec.platform.chip, at.spec.precision.uses_transformer_engine
+    recipes: list[Float8Recipe] = ["tensorwise"] if library else ["tensorwise", "delayed", "rowwise"]
+    if chip in _HOPPER or (library and chip in _BLACKWELL):
+        recipes.append("blockwise")
+    return [*recipes, "mxfp8"] if chip in _BLACKWELL else recipes
 
 
 @rule("fp8.fnuz_chip", "Native fp8 needs the formats e4m3fn and e5m2.")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalaunch.plan.rules.no_effect import InertSetting, on_cpu, register_inert
-from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec
+
+
+def _has_tf32(spec: RunSpec) -> bool:
+    chip = CHIPS.get(spec.platform.chip)
+    return not on_cpu(spec) and not (chip is not None and chip.lacks_tf32)
+
 
 register_inert(
     InertSetting(
@@ -33,14 +41,32 @@ register_inert(
 register_inert(
     InertSetting(
         "precision.tf32_idle",
-        "precision.tf32 is set only for GPUs.",
-        "CPUs have no TF32.",
+        "precision.tf32 is set only for GPUs that have TF32.",
+        "CPUs have none, and NVIDIA's GPUs from Ampere on.",
         ("precision.tf32",),
         "platform.chip",
-        lambda spec: not on_cpu(spec),
-        "CPUs compute fp32 matmuls in fp32",
+        _has_tf32,
+        "CPUs, and GPUs before Ampere, compute fp32 matmuls in fp32",
     )
 )
+
+
+@rule("precision.bf16_chip", "The chip has units for bf16, if the run computes in it.")
+def bf16_chip(at: RuleContext) -> Iterator[Violation]:
+    """Tensor cores of Volta and Turing multiply fp16 only; bf16 would be computed without them. With fp8, emulated, the
+    rest of the model computes in bf16.
+    """
+    chip, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
+    emulated = precision.compute_dtype == "fp8" and precision.emulate
+    if chip is None or not chip.lacks_bf16 or not (precision.compute_dtype == "bf16" or emulated):
+        return
+    narrow: Fix = {"precision.emulate": False, "precision.main_params_dtype": "fp32"}
+    formats = [name for name in ("fp16", "fp32") if name in chip.peak_flops]
+    yield Violation(
+        "precision.compute_dtype",
+        f"{chip.name} has no bf16 units: it computes in {' and '.join(chip.peak_flops)}",
+        fixes=tuple({"precision.compute_dtype": name, **narrow} for name in formats),
+    )
 
 
 @rule("precision.main_params_narrower", "main_params_dtype is not narrower than compute_dtype.")

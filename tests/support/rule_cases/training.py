@@ -110,6 +110,10 @@ PRECISION = {
         "precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"
     ),
     "precision.tf32_idle": Case("precision.tf32=true", "precision.tf32=true platform=h100"),
+    "precision.bf16_chip": Case(
+        "platform=t4", "platform=a10",
+        (*TINY, "cluster.devices_per_node=8", "precision.compute_dtype=bf16", "batch.global_batch_size=16"),
+    ),
     "precision.main_params_narrower": Case(
         "precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"
     ),
@@ -155,6 +159,7 @@ PRECISION = {
     "fp8.experts": Case(
         "precision.fp8.format=hybrid", "precision.fp8.format=e4m3", (*MIXTRAL, *FP8, "precision.fp8.recipe=rowwise")
     ),
+    "fp8.experts_chip": Case("platform=rtx4090", "platform=h200", (*MIXTRAL, *ANY_GPUS, *OF_EXPERTS)),
     "fp8.blockwise_chip": Case(
         "platform=b200", "platform=h100", (*TINY, *ANY_GPUS, "precision.fp8.recipe=blockwise", *BLOCKS_OF_128)
     ),
