@@ -62,6 +62,11 @@ def storage_id(owner: Tensor | torch.UntypedStorage) -> int:
     return (owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
 
 
+def base_of_view(view: Tensor) -> Tensor | None:
+    """Return the tensor that a tensor is a view of; None if it is none."""
+    return view._base
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks, which only a call of it runs: there is no public way to ask."""
     return any((module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks))

@@ -10,9 +10,11 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from host_syncs import HostSyncs
-from oracle import STEPS, build_sharded_model, device_type, rank_mesh, samples_of, small_spec
+from oracle import SEQUENCE, STEPS, build_sharded_model, device_type, rank_mesh, samples_of, small_spec
 from slow_cases import slow_but
 
+from megalaunch.engine.model.attention import core
+from megalaunch.engine.model.attention.package_attention import Pieces
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
@@ -20,8 +22,12 @@ from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.schema import RunSpec
 
 
-def _steady_step(spec: RunSpec) -> tuple[Counter[tuple[str, str]], int]:
-    """Where the host waits in the last of three steps and how often, and the tensors that only the collector frees."""
+def _steady_step(spec: RunSpec, dense_mask_tokens: int) -> tuple[Counter[tuple[str, str]], int]:
+    """Where the host waits in the last of three steps and how often, and the tensors that only the collector frees.
+
+    Attention in longer samples than `dense_mask_tokens` is planned by the lengths of packed documents.
+    """
+    core.DENSE_MASK_TOKENS = dense_mask_tokens
     mesh = rank_mesh(spec)
     model = build_sharded_model(spec, mesh)
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
@@ -43,15 +49,34 @@ def _steady_step(spec: RunSpec) -> tuple[Counter[tuple[str, str]], int]:
     return Counter(syncs.found), sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
 
 
-def _on_ranks(spec: RunSpec) -> list[tuple[Counter[tuple[str, str]], int]]:
-    return run_ranks(spec.cluster.devices_per_node, _steady_step, spec, timeout=100, device=device_type(spec))
+def _on_ranks(spec: RunSpec, dense_mask_tokens: int) -> list[tuple[Counter[tuple[str, str]], int]]:
+    world, device = spec.cluster.devices_per_node, device_type(spec)
+    return run_ranks(world, _steady_step, spec, dense_mask_tokens, timeout=100, device=device)
 
 
 MOE: dict[str, Any] = {"model__vocab_size": 64, "model__moe": {"num_experts": 4, "top_k": 2}}
+PACKED: dict[str, Any] = {"data__reset_attention_mask": True, "data__reset_position_ids": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "moe ep2": {**MOE, "parallel__dp": 2, "parallel__ep": 2},
-    "packed cp2": {"data__reset_attention_mask": True, "data__reset_position_ids": True, "parallel__cp": 2},
+    "dropout longrope fp16": {
+        **MOE,
+        "model__moe": {**MOE["model__moe"], "input_jitter": 0.1, "balance_loss_coeff": 0.01},
+        "model__hidden_dropout": 0.1,
+        "model__attention_dropout": 0.1,
+        "model__rope": {
+            "scaling": "longrope",
+            "factor": 2.0,
+            "original_positions": 8,
+            "short_factors": [1.0, 2.0],
+            "long_factors": [2.0, 3.0],
+        },
+        "batch__rampup_batch_size": "0:4 1000000:8",
+        "precision__compute_dtype": "fp16",
+    },
+    "packed cp2": {**PACKED, "parallel__cp": 2},
+    "packed dynamic cp2": {**PACKED, "parallel__cp": 2, "parallel__dynamic_context_parallel": True},
+    "long packed pp2": {**PACKED, "parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 2},
     "pp2": {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4},
     "tp2 zero3": {
         "parallel__tp": 2,
@@ -77,15 +102,30 @@ def test_the_host_waits_only_to_read_the_step_s_statistics(name, in_fresh_proces
 
     Cycles free their tensors only when the collector runs: without any, it need not run every step.
     """
-    ranks = in_fresh_process(_on_ranks, small_spec(platform__chip="txda", **LAYOUTS[name]))
+    dense_mask_tokens = SEQUENCE // 2 if name.startswith("long ") else core.DENSE_MASK_TOKENS
+    ranks = in_fresh_process(_on_ranks, small_spec(platform__chip="txda", **LAYOUTS[name]), dense_mask_tokens)
     expected = READS + Counter({ROW_COUNTS: 3 * 2} if name == "moe ep2" else {})
     assert [waits for waits, _ in ranks] == [expected] * len(ranks)
     assert [garbage for _, garbage in ranks] == [0] * len(ranks)
 
 
+def test_the_lengths_of_pieces_are_copied_without_a_wait(in_fresh_process):
+    """For attention by a package, of which none computes on this device."""
+    assert in_fresh_process(_piece_ends) == ([0, 3, 8], [])
+
+
+def _piece_ends() -> tuple[list[int], list[tuple[str, str]]]:
+    import torch_txda  # noqa: F401  (adds the device)
+
+    with HostSyncs("txda") as syncs:
+        ends = Pieces((3, 5), (3, 5), torch.device("txda")).cumulative_queries
+    return ends.tolist(), syncs.found
+
+
 def test_the_mode_sees_what_waits(in_fresh_process):
     assert in_fresh_process(_seen) == [
-        "item", "to host", "to host", "from pageable memory", "nonzero", "item", "boolean index"
+        "item", "to host", "to host", "from pageable memory", "nonzero", "item", "boolean index",
+        "from pageable memory",
     ]  # fmt: skip
 
 
@@ -101,5 +141,6 @@ def _seen() -> list[str]:
         x.nonzero()
         bool(x[0])
         x[x > 0]
+        torch.tensor([1.0], device="txda")
         x.to("txda"), x + 1, torch.arange(3).to("txda", non_blocking=True)
     return [kind for kind, _ in syncs.found]

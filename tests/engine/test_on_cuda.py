@@ -18,12 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Numbers, on_mesh, small_spec
+from oracle import STEPS, Numbers, build_sharded_model, on_mesh, samples_of, small_spec
 
 from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.attention.core import NoContextParallel
 from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
+from megalaunch.engine.train import train_step
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
+from megalaunch.engine.train.forward_backward import make_forward_backward
+from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
@@ -106,6 +111,52 @@ def test_a_compiled_step_computes_what_an_eager_one_does(model, monkeypatch):
     values = {**WIDE, **MODELS[model], "precision__compute_dtype": "bf16"}
     eager = train(small_spec(**values), "cuda", monkeypatch)
     assert_close(train(small_spec(**values, train__compile=True), "cuda", monkeypatch), eager, 1e-2)
+
+
+RANDOM = {
+    "model__hidden_dropout": 0.1,
+    "model__rope": {
+        "scaling": "longrope",
+        "factor": 2.0,
+        "original_positions": 8,
+        "short_factors": [1.0] * 8,
+        "long_factors": [2.0] * 8,
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [{}, RANDOM], ids=["llama", "dropout and longrope"])
+def test_a_steady_step_waits_for_the_gpu_only_to_read_its_statistics(values, monkeypatch):
+    """What tests/devices/test_host_syncs.py finds on a simulated device, by torch's own check on a GPU."""
+
+    def allowed_to_wait(function):
+        def call(*arguments):
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        return call
+
+    spec = small_spec(**WIDE, **values, precision__compute_dtype="bf16", platform__chip="h100")
+    with one_rank(spec, monkeypatch) as mesh:
+        model = build_sharded_model(spec, mesh)
+        samples, optimizer = samples_of(spec), Optimizer(model, spec.optimizer, spec.precision)
+        batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
+        step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
+        for number in range(1, STEPS):
+            step.run(number, batches.get(number, STEPS), None)
+        batch = batches.get(STEPS, STEPS)
+        batches.close()
+        for name in ("total_valid_tokens", "reduce_step_stats"):
+            monkeypatch.setattr(train_step, name, allowed_to_wait(getattr(train_step, name)))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step.run(STEPS, batch, None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 OF_128 = {  # multiples of the blocks of 128

@@ -26,7 +26,8 @@ _INDEXED = {_aten.index, _aten.index_put_, _aten.index_put, _aten._index_put_imp
 class HostSyncs(TorchDispatchMode):
     """Dispatch mode that notes (kind, "file:function") of each operator for which the host waits for the device.
 
-    Pageable memory is copied to a device when its stream has come there, so such a copy counts too.
+    Pageable memory is copied to a device when its stream has come there, so such a copy counts too, and so does a
+    tensor of Python numbers that is made on the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -57,6 +58,8 @@ class HostSyncs(TorchDispatchMode):
             return "from pageable memory" if ways == ("cpu", self._device) and blocking else None
         if not on_device:
             return None
+        if packet is _aten.lift_fresh:
+            return "from pageable memory"
         if packet is _aten.repeat_interleave and kwargs.get("output_size") is None and "Tensor" in str(function):
             return "repeat_interleave"
         if packet in _INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1]):

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.tp_region import TPRegion
+from megalaunch.engine.platform.host_copy import copy_to_device
 
 _JITTER_SITES = 1 << 20  # the router of layer n has the site 2^20 + n, beyond those of dropout
 _SITES = 3  # of a layer: the output of attention, the output of the feed-forward block, attention weights
@@ -28,7 +29,7 @@ def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Ten
     """Return a random seed for each sample index of the training order, [B] int32; its tokens' masks depend on it."""
     digests = (hashlib.sha256(f"{seed}:dropout:{sample}".encode()).digest() for sample in samples)
     seeds = [int.from_bytes(digest[:4], "little", signed=True) for digest in digests]
-    return torch.tensor(seeds, dtype=torch.int32).to(device, non_blocking=True)
+    return copy_to_device(torch.tensor(seeds, dtype=torch.int32), device)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def make_dropout_masks(
     if not config.needs_seeds:
         return no_dropout(names)
     sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
-    seeds = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])  # one seed for each site and sample
+    seeds = mix_seed(seeds_B, copy_to_device(sites, seeds_B.device)[:, None])  # one seed for each site and sample
     attention, mlp, attention_weights = seeds[1:].view(-1, _SITES, len(seeds_B)).unbind(1)  # [L, B] each
     dropout_masks: list[tuple[DropoutMask | None, DropoutMask | None]] = [(None, None)] * len(names)
     embedding = None
@@ -134,7 +135,7 @@ def _router_jitters(
     if config.moe is None or not config.moe.input_jitter:
         return [None] * len(names)
     sites = torch.tensor([_JITTER_SITES + int(name) for name in names])
-    seeds_LB = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])
+    seeds_LB = mix_seed(seeds_B, copy_to_device(sites, seeds_B.device)[:, None])
     token_hashes = mix_seed(seeds_LB[..., None], tp_region.scatter_to_sp(positions))
     feature_hashes = hash_ids(torch.arange(config.hidden_size, device=positions.device))
     return [RouterJitter(hashes, feature_hashes, config.moe.input_jitter) for hashes in token_hashes.unbind()]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import RopeConfig
+from megalaunch.engine.platform.host_copy import copy_to_device
 from megalaunch.kernels.overridable import is_overridden, overridable, target_name
 from megalaunch.kernels.rope import fuses_rope, rope_fused
 from megalaunch.plan.attention_factor import attention_factor
@@ -143,10 +144,8 @@ def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
     positions.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, device=last.device, dtype=torch.float32) / rope.rotary_dim
-    short, long = (
-        1.0 / (torch.tensor(factors, device=last.device) * rope.theta**exponents)
-        for factors in (rope.short_factors, rope.long_factors)
-    )
+    divisors = copy_to_device(torch.tensor((rope.short_factors, rope.long_factors)), last.device)
+    short, long = (1.0 / (divisors * rope.theta**exponents)).unbind()
     beyond = last >= rope.original_positions
     return torch.where(beyond if last.dim() == 0 else beyond.view(-1, 1, 1), long, short)
 

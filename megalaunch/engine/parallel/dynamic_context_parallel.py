@@ -33,6 +33,7 @@ from megalaunch.engine.model.attention.documents import DocumentLengths, documen
 from megalaunch.engine.model.attention.mask import make_mask
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.document_partition import DocumentChunk, DocumentPartition, Flat, partition_documents
+from megalaunch.engine.platform.host_copy import copy_to_device
 
 # Whole documents of together at most this many tokens share one masked attention call: launching a call for fewer
 # tokens takes longer than its computation.
@@ -124,7 +125,7 @@ def _attention(
     full = _full_document_attention([p.num_tokens for p in chunks if partition.is_full_document(p)], window, device)
     split = [_split_document_attention(p, window) for p in chunks if not partition.is_full_document(p)]
     send_indices, key_indices = (
-        torch.from_numpy(numbers).to(device) for numbers in (plan.send_indices, plan.key_indices)
+        copy_to_device(torch.from_numpy(numbers), device) for numbers in (plan.send_indices, plan.key_indices)
     )
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
@@ -170,8 +171,8 @@ def _full_document_attention(lengths: Sequence[int], window: int | None, device:
         tokens = sum(bundle)
         attend: AttentionFn = partial(causal_attention, window=window)
         if len(bundle) > 1:
-            numbers = torch.arange(len(bundle), device=device)
-            documents = numbers.repeat_interleave(torch.tensor(bundle, device=device))[None]
+            numbers = np.repeat(np.arange(len(bundle)), bundle)
+            documents = copy_to_device(torch.from_numpy(numbers), device)[None]
             positions = torch.arange(tokens, device=device)
             attend = masked_attention(make_mask(positions, positions, documents, documents, window))
         made.append((tokens, tokens, attend))

@@ -17,7 +17,12 @@ from torch import Tensor
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample import Dataset, Sample
 from megalaunch.engine.mesh import Axis, Mesh
-from megalaunch.engine.model.attention.documents import DocumentLengths, derive_documents, document_lengths
+from megalaunch.engine.model.attention.documents import (
+    DocumentLengths,
+    concat_documents,
+    derive_documents,
+    document_lengths,
+)
 from megalaunch.engine.parallel.context_parallel import cp_positions
 from megalaunch.engine.parallel.dynamic_context_parallel import local_token_indices
 from megalaunch.engine.platform.registry import platform_of
@@ -73,7 +78,13 @@ class MicroBatch:
     def concat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
         """Concatenate microbatches along the batch dim."""
         names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
-        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+        columns = {name: [getattr(part, name) for part in parts] for name in names}
+        return cls(
+            **{
+                name: concat_documents(each) if name == "documents" else torch.cat(each)
+                for name, each in columns.items()
+            }
+        )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy with `change` applied to every tensor."""

@@ -223,15 +223,18 @@ class PipelineForwardBackward:
 
 
 def _scale_router_losses(parts: Sequence[Decoder], scale: float) -> None:
-    """Set the loss scale of every router: a tensor, as a compiled layer would be compiled again for another float."""
+    """Set the loss scale of every router: a tensor, as a compiled layer would be compiled again for another float.
+
+    A kernel writes it: the host would wait for a copy.
+    """
     for router, device in _routers(parts):
-        router.loss_scale = torch.tensor(scale, device=device)
+        router.loss_scale = torch.full((), scale, device=device)
 
 
 def _set_router_microbatches(parts: Sequence[Decoder], count: int) -> None:
     """Set the microbatches of the global batch in every router, as a tensor for the same reason."""
     for router, device in _routers(parts):
-        router.microbatches = torch.tensor(float(count), device=device)
+        router.microbatches = torch.full((), float(count), device=device)
 
 
 def _routers(parts: Sequence[Decoder]) -> Iterator[tuple[Router, torch.device]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.attention.documents import concat_documents, derive_documents, host_document_ids
 from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
 from megalaunch.engine.parallel.dynamic_context_parallel import (
     DynamicContextParallel,
@@ -99,6 +100,19 @@ def test_tokens_that_do_not_divide():
 
 def test_documents_are_runs_of_one_number_and_end_with_their_row():
     assert document_lengths(torch.tensor([[0, 0, 1, 1, 1, 2], [2, 2, 2, 2, 2, 2]])) == (2, 3, 1, 6)
+
+
+def test_the_ids_on_the_host_follow_microbatches_through_a_pipeline():
+    """Joined for a step and split again, as shards of two context-parallel ranks: each has the ids of its samples."""
+    full = torch.arange(48).view(3, 2, 8)
+    shards = [ids[:, ::2].clone() for ids in full]
+    for shard, ids in zip(shards, full, strict=True):
+        derive_documents(shard, ids)
+    joined = concat_documents(shards)
+    found = [host_document_ids(part) for part in (joined, *torch.tensor_split(joined, 3))]
+    assert [ids.tolist() for ids in found] == [full.flatten(0, 1).tolist(), *full.tolist()]
+    assert host_document_ids(joined[:, 1:]) is None
+    assert host_document_ids(concat_documents([shards[0], shards[1].clone()])) is None
 
 
 def test_ranks_share_all_that_belongs_to_a_token():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from megalaunch.engine.torch_private import base_of_view
 
 _host_ids: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
@@ -22,14 +25,30 @@ def derive_documents(derived: Tensor, source: Tensor) -> None:
 
 
 def host_document_ids(documents: Tensor) -> Tensor | None:
-    """Return the ids of full samples [B, S] on the host, of which the given ones were derived; None: not known."""
-    return _host_ids.get(documents)
+    """Return the ids of full samples [B, S] on the host, of which the given ones were derived; None: not known.
+
+    Those of a microbatch that a pipeline has split off are rows of the ids of all microbatches.
+    """
+    joined = base_of_view(documents)
+    if documents in _host_ids or joined is None or joined not in _host_ids or joined.shape[1:] != documents.shape[1:]:
+        return _host_ids.get(documents)
+    first = (documents.storage_offset() - joined.storage_offset()) // joined.stride(0)
+    return _host_ids[joined][first : first + len(documents)]
+
+
+def concat_documents(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the document ids of microbatches along the batch dim, with their `host_document_ids`."""
+    joined = torch.cat(tuple(parts))
+    on_host = [ids for ids in map(host_document_ids, parts) if ids is not None]
+    if len(on_host) == len(parts):
+        derive_documents(joined, torch.cat(on_host))
+    return joined
 
 
 def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
     """Return the lengths of the documents, row after row; a document is a run of equal ids in a row.
 
-    Ids without `host_document_ids`, such as those that a pipeline splits, are read from the device.
+    Ids without `host_document_ids` are read from the device.
     """
     on_host = host_document_ids(documents_BS)
     rows = (documents_BS if on_host is None else on_host).cpu().numpy()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalaunch.engine.model.attention.block_mask import Runs
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
+from megalaunch.engine.platform.host_copy import copy_to_device
 from megalaunch.kernels.forms import kernel_forms
 
 
@@ -47,7 +48,7 @@ class Pieces:
         return self._cumulative(self.keys)
 
     def _cumulative(self, lengths: tuple[int, ...]) -> Tensor:
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
+        return copy_to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), self.device)
 
 
 class PackageKernel(Protocol):
