@@ -24,12 +24,12 @@ from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
+from megalaunch.launch.tail import JsonlTail
 from megalaunch.launch.trackers.process import trackers
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.fence import Fence, Superseded
-from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
@@ -116,9 +116,10 @@ def run_first_node(
     Raises:
         RunDirectoryError: the run directory cannot be written.
     """
-    directory, began = launch.directory, time.time()
+    directory = launch.directory
     view, fence = write_run(launch, agent.command), Fence(directory.attempts)
     fence.follow()
+    events = JsonlTail(directory.events, at_end=True)  # those of this launch follow, whatever the clocks say
     announcement.run_is_ready()
     display = open_display(view)
     storage = StorageMonitor(directory, launch.spec.run.storage_timeout)
@@ -138,7 +139,7 @@ def run_first_node(
             display.close()
     outcome = read_outcome(directory.outcome)
     if outcome is None:
-        concluded = _conclude(launch, stop, code, view.step, began)
+        concluded = _conclude(launch, stop, code, view.step, events)
         return LaunchResult(_record_outcome(directory, concluded, fence, agent.pid))
     return LaunchResult(replace(outcome, step=max(outcome.step, view.step)))  # an agent does not know the step
 
@@ -156,15 +157,18 @@ def run_other_node(spec: RunSpec, directory: RunDirectory, agent: NodeAgent, sto
     return ExitCode(code) if code in list(ExitCode) else ExitCode.CRASH
 
 
-def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, began: float) -> Outcome:
-    """Return the outcome of a launch whose workers wrote none: it was stopped early, or a worker or agent crashed."""
-    directory, details = launch.directory, dict[str, Any]()
+def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, launched: JsonlTail) -> Outcome:
+    """Return the outcome of a launch whose workers wrote none: it was stopped early, or a worker or agent crashed.
+
+    Args:
+        launched: the events since its start.
+    """
+    details = dict[str, Any]()
     if stop.count:
         exit_code = stop.exit_code
         reason = "stopped before the workers saved; run the same command to resume from the newest checkpoint"
     else:
-        failed = [event for event in read_lines(directory.events) if event.get("event") == "worker_failed"]
-        failed = [event for event in failed if event.get("time", 0.0) >= began]
+        failed = [event for event in launched.read_new()[0] if event.get("event") == "worker_failed"]
         attempt = max((int(event.get("attempt", 0)) for event in failed), default=0)
         events = [event for event in failed if event.get("attempt") == attempt]
         failure = first_failure(attempt, events, {}, {}, step, agent_code=code)

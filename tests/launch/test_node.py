@@ -32,6 +32,20 @@ class CrashedAgent:
         return 1
 
 
+class FailedWorker(CrashedAgent):
+    """An agent that has ended with code 1 after workers of two attempts have told their errors."""
+
+    def run(self, stop, storage, poll):
+        tell_failure(self.path, 1, "KeyError", attempt=0, at=4e9)  # by a clock that is ahead
+        tell_failure(self.path, 1, "ValueError", attempt=1, at=5.0)
+        return 1
+
+
+def tell_failure(path, rank, exception, attempt, at):
+    failed = {"rank": rank, "coordinates": "dp1", "phase": "step", "step": 3, "exception": exception, "message": "no"}
+    append_line(path, {"time": at, "event": "worker_failed", "attempt": attempt, **failed})
+
+
 class Unannounced:
     def run_is_ready(self):
         pass
@@ -57,6 +71,17 @@ def test_the_launcher_writes_the_outcome_of_its_own_attempts(tmp_path, attempts)
     outcome, written = crash(tmp_path, *attempts)
     assert outcome.exit_code == ExitCode.CRASH
     assert written == outcome
+
+
+def test_the_failure_of_the_newest_attempt_is_named_whatever_the_clocks_say(tmp_path):
+    directory = run_of(tmp_path)
+    directory.root.mkdir()
+    tell_failure(directory.events, 0, "OSError", attempt=2, at=4e9)  # of an earlier launch
+    launch = Launch(tiny_spec(), directory, RunLock(directory.lock), (), ThroughputBasis(10**9, 2, 1e12), 1)
+    with StopSignals() as stop:
+        agent = FailedWorker(directory.events, ())
+        result = run_first_node(launch, agent, Unannounced(), stop, lambda view: None)
+    assert result.outcome.reason == "rank 1 (dp1): ValueError: no"
 
 
 @pytest.mark.parametrize("other", [("elsewhere", CrashedAgent.pid), (HERE[0], os.getpid())])
