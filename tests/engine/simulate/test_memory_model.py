@@ -230,9 +230,6 @@ def _on_processors(layout: str, ranks: int, batch: tuple[int, int, int], moment:
 
 DEALT = ("parallel.dynamic_context_parallel=true", "data.reset_attention_mask=true")
 CASES += [
-    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),  # whole documents: one on each rank
-    Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),
-    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "model.attn_logit_softcapping=30", *DEALT)),
     _on_processors("dp", 1, (4, 4, 512), LOSS, CAPPED),
     _on_processors("dp", 1, (4, 4, 512), LOSS),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS),  # attention's weights are kept
@@ -284,13 +281,26 @@ def _predicted(case: Case) -> Memory:
 QUICK = {
     (case.platform, case.moment, MATH in case.overrides): case for case in CASES if case.shape != EXPERTS
 }.values()  # one of each moment
+BLOCKWISE = Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_blockwise")
+SGD = Case("dp", 1, (2, 1, 256), GRAD_REDUCE, ("optimizer=sgd",))
+CASES += [
+    Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_delayed"),
+    Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_rowwise"),
+    BLOCKWISE,
+    Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), platform="b200", precision="mxfp8"),
+    SGD,
+    Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS, "model.attention_backend=cudnn")),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),  # whole documents: one on each rank
+    Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "model.attn_logit_softcapping=30", *DEALT)),
+]
 
 
 def _traits(case: Case) -> set[object]:
     return {case.layout, case.moment, case.shape, (case.platform, case.precision), *case.overrides}
 
 
-CASES_OF_ALL = slow_but(CASES, *QUICK, BUSIEST, every=covering(CASES, _traits))
+CASES_OF_ALL = slow_but(CASES, *QUICK, BUSIEST, BLOCKWISE, SGD, every=covering(CASES, _traits))
 
 
 @pytest.mark.parametrize("case", CASES_OF_ALL, ids=lambda case: case.name)
