@@ -153,7 +153,8 @@ class _AxisGroups:
 
     A communicator runs one collective after another. Axes share one if nothing overlaps their collectives: the tp axes
     of all grids, pp, cp, etp. Gathers of parameters and reductions of gradients run beside those of the layers, and the
-    exchange of tokens beside a shared expert's: dp and ep axes share none with others.
+    exchange of tokens beside a shared expert's: dp and ep axes share none with others. Nor do the dp axes of experts
+    with those of other parameters, not even one of a single rank: FSDP2 refuses two meshes over one group.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -177,31 +178,36 @@ class _AxisGroups:
         sets = _ranks(grid).movedim(position, -1).flatten(end_dim=-2).tolist()
         mine = next(tuple(ranks) for ranks in sets if self._rank in ranks)
         # Two ranks of a set tell its axis's stride, and so all other sets: ranks agree on what they make.
-        key = _purpose(name) if len(mine) > 1 else "alone", mine
+        key = _PURPOSES[name], mine
         if key not in self._made:
-            self._made[key] = _make_group(name, sets)
+            is_shared = dist.group.WORLD in self._made.values()
+            self._made[key] = _make_group(name, sets, may_be_world=not is_shared)
             keep_timeout(self._made[key])
         return self._made[key]
 
 
-def _purpose(axis: str) -> str:
-    """Return what an axis shares process groups for."""
-    return {"ep": "exchange"}.get(axis, "sharding" if "dp_" in axis else "layers")
+_PURPOSES = {
+    **dict.fromkeys(("pp", "tp", "cp", "cp_inner", "cp_outer", "etp"), "layers"),
+    **dict.fromkeys(("dp_shard", "dp_replicate"), "sharding"),
+    **dict.fromkeys(("edp_shard", "edp_replicate"), "sharding of experts"),
+    "ep": "exchange",
+}
 
 
 def _ranks(grid: RankGrid) -> Tensor:
     """Return the ranks of a grid, the fastest-changing axis last."""
-    return torch.arange(grid.world).view([size for _, size in reversed(grid.axes)])
+    return torch.arange(grid.world, device="cpu").view([size for _, size in reversed(grid.axes)])
 
 
-def _make_group(axis: str, sets: list[list[int]]) -> ProcessGroup:
+def _make_group(axis: str, sets: list[list[int]], *, may_be_world: bool) -> ProcessGroup:
     """Make a group of each set of ranks and return this rank's, as torch's device meshes do.
 
-    That of all ranks exists. A world group that is bound to a device is split, in one call for all sets.
+    The group of all ranks exists, and serves one purpose. If it is bound to a device it is split, in one call for all
+    sets.
     """
     world = dist.group.WORLD
     assert world is not None, "the process group is initialized first"
-    if len(sets) == 1:
+    if len(sets) == 1 and may_be_world:
         return world
     made, description = None, f"mesh_{axis}"
     if world.bound_device_id is not None:

@@ -26,9 +26,9 @@ _NVIDIA_NAMES = (
     (r"\bH200(?! NVL)", "h200"),
     (r"GB200", "gb200"),
     (r"\bB200", "b200"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bA10\b", "a10"),
-    (r"RTX A6000\b", "rtxa6000"),
+    (r"\bL40S$", "l40s"),  # no vGPU, such as L40S-8Q
+    (r"\bA10$", "a10"),
+    (r"RTX A6000$", "rtxa6000"),
     (r"GeForce RTX 3090$", "rtx3090"),
     (r"GeForce RTX 4090$", "rtx4090"),
     (r"\bT4$", "t4"),

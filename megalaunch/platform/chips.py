@@ -59,7 +59,7 @@ class ChipFacts:
     @property
     def lacks_bf16(self) -> bool:
         """Whether the chip's published peaks show that it has no unit for bf16; False where none are known."""
-        return bool(self.peak_flops) and self.native_bf16 is None
+        return bool(self.peak_flops) and self.native_bf16 is None and "bf16" not in self.peak_flops
 
     @property
     def lacks_tf32(self) -> bool:

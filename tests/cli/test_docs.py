@@ -120,7 +120,8 @@ def test_an_example_of_a_rule_is_what_the_command_prints(command, printed, tmp_p
     (tmp_path / "x").mkdir()
     (tmp_path / "x/a.txt").write_text("some text\n")
     done = run(shlex.split(command), tmp_path)
-    assert printed.strip() in done.stdout + done.stderr
+    for part in re.split(r"^ *\.\.\.\n", printed, flags=re.M):  # lines are left out there
+        assert part.strip() in done.stdout + done.stderr
 
 
 def test_there_is_something_to_test():

@@ -35,14 +35,14 @@ def _steady_step(spec: RunSpec, dense_mask_tokens: int) -> tuple[Counter[tuple[s
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
     for number in range(1, STEPS):
-        step.run(number, batches.get(number, STEPS), None)
+        step.run(number, batches.get(number, STEPS))
     batch = batches.get(STEPS, STEPS)
     with HostSyncs(mesh.device.type) as syncs:
-        step.run(STEPS, batch, None)
+        step.run(STEPS, batch)
     batches.close()
     gc.collect()
     gc.disable()
-    step.run(STEPS, batch, None)
+    step.run(STEPS, batch)
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)

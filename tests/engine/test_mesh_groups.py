@@ -22,6 +22,9 @@ TWO_LEVELS = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": 
 # The groups of more than one rank that rank 0 is in, beside that of all: a purpose and its ranks.
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], set[tuple[str, tuple[int, ...]]]]] = {
     "pp2": (2, {"pp": 2}, {}, set()),
+    # The first of several that span all ranks has the group of all.
+    "cp2": (2, {"cp": 2}, {}, {("cp", (0, 1))}),
+    "ep2": (2, {"dp": 2, "ep": 2}, EXPERTS, {("ep", (0, 1))}),
     "tp2pp2": (4, {"tp": 2, "pp": 2}, {}, {("tp", (0, 1)), ("pp", (0, 2))}),
     "tp2cp2": (4, {"tp": 2, "cp": 2}, {}, {("tp", (0, 1)), ("dp_shard", (0, 2)), ("cp", (0, 2))}),
     "tp2cp2dp2": (
@@ -46,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], set[tuple[str, tup
         4,
         {"tp": 2, "cp": 2, "ep": 2},
         EXPERTS,
-        {("tp", (0, 1)), ("dp_shard", (0, 2)), ("cp", (0, 2)), ("ep", (0, 1))},
+        {("tp", (0, 1)), ("dp_shard", (0, 2)), ("edp_shard", (0, 2)), ("cp", (0, 2)), ("ep", (0, 1))},
     ),
     "tp2ep2etp2": (
         4,
@@ -72,7 +75,7 @@ def test_each_set_of_ranks_once_for_a_purpose(layout):
     assert {(axis, members) for axis, members in made[0] if len(members) > 1} == expected
     for groups in made:
         assert max(Counter(groups).values(), default=0) <= 1
-        assert sum(len(members) == 1 for _, members in groups) <= 1
+        assert sum(len(members) == 1 for _, members in groups) <= 3  # of three purposes
 
 
 def test_a_world_that_is_bound_to_a_device_is_split_once_for_all_sets(monkeypatch):
@@ -80,5 +83,5 @@ def test_a_world_that_is_bound_to_a_device_is_split_once_for_all_sets(monkeypatc
     world = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
     split = mock.Mock()
     monkeypatch.setattr(mesh, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world), split_group=split))
-    assert mesh._make_group("tp", [[0, 1], [2, 3]]) is split.return_value
+    assert mesh._make_group("tp", [[0, 1], [2, 3]], may_be_world=True) is split.return_value
     split.assert_called_once_with(world, [[0, 1], [2, 3]], group_desc="mesh_tp")

@@ -147,14 +147,14 @@ def test_a_steady_step_waits_for_the_gpu_only_to_read_its_statistics(values, mon
         batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
         step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
         for number in range(1, STEPS):
-            step.run(number, batches.get(number, STEPS), None)
+            step.run(number, batches.get(number, STEPS))
         batch = batches.get(STEPS, STEPS)
         batches.close()
         for name in ("total_valid_tokens", "reduce_step_stats"):
             monkeypatch.setattr(train_step, name, allowed_to_wait(getattr(train_step, name)))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step.run(STEPS, batch, None)
+            step.run(STEPS, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

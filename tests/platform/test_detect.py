@@ -86,6 +86,7 @@ def test_eight_h100(machine):
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L40", "cuda"),
         ("NVIDIA A10", "a10"),
+        ("NVIDIA A10-4Q", "cuda"),
         ("NVIDIA A10G", "cuda"),
         ("NVIDIA RTX A6000", "rtxa6000"),
         ("NVIDIA RTX 6000 Ada Generation", "cuda"),

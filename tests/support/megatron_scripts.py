@@ -78,7 +78,7 @@ run_cmd="python -u /opt/megatron/pretrain_gpt.py ${options}"
 srun -l --output=%x.log sh -c "${run_cmd}"
 """
 
-# The flags of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh with mock data, and a time limit.
+# The flags of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh with mock data.
 LLAMA3_8B_FP8 = r"""#!/bin/bash
 # Llama-3 8B in fp8 on eight H100, with mock data
 CHECKPOINTS=${1:-checkpoints/llama3_8b_fp8}

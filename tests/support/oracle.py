@@ -250,7 +250,7 @@ def on_mesh(
     batches = PrefetchingDataLoader(samples, sampler, mesh.device, mtp_depths=spec.model.mtp.num_layers)
     forward_backward = make_forward_backward(spec, mesh, model)
     step = TrainStep(spec, mesh, model, forward_backward, optimizer, samples)
-    results = [step.run(number, batches.get(number, STEPS), None) for number in range(1, STEPS + 1)]
+    results = [step.run(number, batches.get(number, STEPS)) for number in range(1, STEPS + 1)]
     batches.close()
     validation = validation_loss(
         forward_backward, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True

@@ -51,7 +51,7 @@ class Run:
 
     def steps(self, numbers: range) -> list[float]:
         """Train these steps; their losses."""
-        return [self.step.run(number, self.batches.get(number, numbers[-1]), None).loss for number in numbers]
+        return [self.step.run(number, self.batches.get(number, numbers[-1])).loss for number in numbers]
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         """Every whole gradient of a step that is not made."""

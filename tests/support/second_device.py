@@ -119,7 +119,7 @@ def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
         step = make_observed_step(spec, mesh, model, Optimizer(model, spec.optimizer, spec.precision), NO_OBSERVER)
         batch = make_batch(spec, mesh, mesh.topology.microbatches)
         moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
-        step.run(1, replace(batch, microbatches=moved), None)
+        step.run(1, replace(batch, microbatches=moved))
 
 
 def generate_on(device: torch.device, spec: RunSpec) -> list[Tensor]:

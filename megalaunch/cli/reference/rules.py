@@ -106,8 +106,13 @@ def _rule(entry: Rule, example: Example | None) -> list[str]:
         lines += [
             "```text",
             f"$ megalaunch {shlex.join(example.arguments)}",
-            finding_block(found[0]),
+            _printed(found[0]),
             "```",
             "",
         ]
     return lines
+
+
+def _printed(finding: Finding) -> str:
+    """Return what `validate-config` prints of a finding: a note is a line among those of derived values."""
+    return f"notes\n  ...\n  {finding.message}" if finding.severity == "note" else finding_block(finding)

@@ -153,7 +153,7 @@ def _steps(
         collectives.clear()
         memory.begin()
         with phases.phase_scope("optimizer"):
-            step.run(last_of_round, batch, None)
+            step.run(last_of_round, batch)
         return _StepResult(memory.peak(), {one.call: (one.count, one.bytes) for one in collectives.traffic})
 
     total = mesh.topology.microbatches

@@ -26,8 +26,6 @@ from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.rundir.outcome import ExitCode
 
-_MIN_CHECK_INTERVAL = 8
-
 
 def validation_loss(
     forward_backward: ForwardBackward,
@@ -63,7 +61,7 @@ def evaluate_loss_sum(
         mesh: The device mesh.
         may_go_on: Called every `check_interval` batches with this rank's error in reading the rows of the next ones,
             if any. Must return the same value on all ranks, or raise on all; False interrupts the evaluation.
-        heartbeat: Called after each batch that is read or computed.
+        heartbeat: Called after each batch that is read or launched; the host waits for those before a check.
 
     Returns:
         The two sums on every rank; None if interrupted.
@@ -86,12 +84,12 @@ def evaluate_loss_sum(
 
 
 def check_interval(pp_size: int) -> int:
-    """Return after how many batches ranks check for stop signals and errors.
+    """Return after how many batches ranks check for stop signals and errors, and so for how many the host runs ahead.
 
     Stages are idle while a pipeline of pp stages fills and drains around a check, for pp - 1 batches: at this interval
-    less than a fifth of the time.
+    less than a fifth of the time. Without a pipeline there is nothing to fill.
     """
-    return max(_MIN_CHECK_INTERVAL, 4 * pp_size)
+    return 4 * pp_size if pp_size > 1 else 1
 
 
 def _read_ahead(

@@ -59,6 +59,7 @@ class RowScorer:
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
         sums = torch.zeros(2, len(rows), dtype=torch.float64, device=self._mesh.device)
         for start in range(0, len(order), batch_size * self._mesh.dp_size):
+            self._forward_only.wait_for_sends()  # `before_batch` may end the scoring
             before_batch()
             chosen = order[start : start + batch_size * self._mesh.dp_size]
             width = self._padded(len(rows[chosen[0]]) - 1)

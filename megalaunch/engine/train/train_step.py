@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn
 
@@ -128,14 +129,18 @@ class TrainStep:
         return self._updates
 
     def run(
-        self, step: int, batch: StepBatch, received: signal.Signals | None = None, problem: RankError | None = None
+        self,
+        step: int,
+        batch: StepBatch,
+        stop_request: Callable[[], signal.Signals | None] = lambda: None,
+        problem: RankError | None = None,
     ) -> StepResult:
         """Run one step. Collective.
 
         Args:
             step: Number of the step, from 1.
             batch: This rank's microbatches, or the reason why they could not be read.
-            received: Stop signal that this rank received; reduced over ranks with the loss.
+            stop_request: Returns the signal by which this rank is to stop; called and reduced with the loss.
             problem: Error of this rank; ends the run on every rank.
 
         Raises:
@@ -145,11 +150,7 @@ class TrainStep:
         """
         # All tp ranks and pipeline stages read the same samples: one of them contributes counts and losses to the sums.
         is_loss_rank = self._mesh.is_loss_rank
-        problem = problem or batch.problem
-        mine = [0] * (1 + self._spec.model.mtp.num_layers)
-        if is_loss_rank and problem is None:
-            mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
-        total, *mtp_totals = total_valid_tokens(mine, problem, step - 1, self._mesh.device)
+        total, *mtp_totals = self._count_tokens(step, batch, problem or batch.problem)
         tokens, mtp_tokens = total / self._replicas, [each / self._replicas for each in mtp_totals]
         updates, limits = self._updates, self._spec.precision.loss_scale
         self._set_up_model(step)
@@ -160,7 +161,7 @@ class TrainStep:
         finalize_grads(self._model, self._mesh, bool(self._spec.parallel.sequence_parallel))
         squared_norms = self._in_own_place(local_grad_norm_sq(self._optimizer.parameters))
         sums = take_expert_sums(self._model, self._mesh.device)
-        stats = reduce_step_stats(losses.sum(0) * (is_loss_rank / self._replicas), squared_norms, received, sums)
+        stats = reduce_step_stats(losses.sum(0) * (is_loss_rank / self._replicas), squared_norms, stop_request(), sums)
         stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
         overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
         self._require_good(step, batch, (tokens, mtp_tokens), losses, stats, overflowed)
@@ -239,6 +240,13 @@ class TrainStep:
             update_float8_scales(self._model)
         if self._outer is not None:
             self._outer.step_if_due(step)
+
+    def _count_tokens(self, step: int, batch: StepBatch, problem: RankError | None) -> tuple[int, ...]:
+        """Return the labels with a loss, and those of each MTP depth; raises RunEnd if any rank has a problem."""
+        mine = [0] * (1 + self._spec.model.mtp.num_layers)
+        if self._mesh.is_loss_rank and problem is None:
+            mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
+        return total_valid_tokens(mine, problem, step - 1, self._mesh.device)
 
     def _learning_rates(self, update: int) -> tuple[float, float | None]:
         """Return the learning rate of an update, and that of embedding and head if they have one of their own."""

@@ -286,9 +286,16 @@ class Trainer:
 
     @property
     def _stop_request(self) -> signal.Signals | None:
-        """The signal that this rank has received, SIGALRM once the time is over: after at least one step."""
-        is_first = self.step == self._first_step
-        return self._stop.request(None if is_first else self._spec.train.exit_duration_in_mins)
+        """The signal that this rank has received, SIGALRM once the time is over: not before the first step.
+
+        Nor after the last one, which the end of the run follows.
+        """
+        is_exempt = self.step in (self._first_step, self._last_step)
+        return self._stop.request(None if is_exempt else self._spec.train.exit_duration_in_mins)
+
+    def _take_stop_signal(self, stop: signal.Signals | None) -> None:
+        """Stop as the ranks have agreed in a step; after the last step the time limit has no meaning."""
+        self._stop_signal = None if stop == signal.SIGALRM and self.step == self._last_step else stop
 
     def _sync_stop_signal(self, problem: RankError | None = None) -> None:
         """All-reduce stop signals and errors between steps; raises RunEnd on every rank if any has an error."""
@@ -305,13 +312,15 @@ class Trainer:
         batch = batches.get(number, self._last_step)
         try:
             with self._profiler.record(number):
-                result = step.run(number, batch, self._stop_request, self._problem)
+                limit = self._spec.train.exit_duration_in_mins
+                result = step.run(number, batch, lambda: self._stop.request(limit), self._problem)
         except BadStep as bad:
             self._handle_bad_step(bad, number, step)
             return
         tokens = self._progress.tokens + result.tokens
         self._progress = replace(self._progress, step=number, tokens=tokens, updates=result.updates)
-        self._loss, self._stop_signal = result.loss, result.stop
+        self._loss = result.loss
+        self._take_stop_signal(result.stop)
         seconds = time.perf_counter() - started
         self._record.step(
             number,
@@ -371,7 +380,7 @@ class Trainer:
             self._leave_out(number, step)
         else:
             self._rewind(target, step)
-        self._stop_signal = bad.stop
+        self._take_stop_signal(bad.stop)
 
     def _retry(self, work: Callable[[], None]) -> None:
         """Run collective work that writes in the run directory; wait for its storage if that fails."""

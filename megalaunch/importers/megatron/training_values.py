@@ -42,7 +42,7 @@ def training_values(given: Arguments, world: int | None) -> Values:
 def _trackers(given: Arguments, values: Values) -> None:
     """Convert the trackers whose directory or project is given; an empty project turns wandb off, as in Megatron."""
     project = given.value("wandb-project")
-    trackers = [*(["tensorboard"] if given.has("tensorboard-dir") else []), *(["wandb"] if project else [])]
+    trackers = [*(["tensorboard"] if given.value("tensorboard-dir") else []), *(["wandb"] if project else [])]
     if trackers:
         values["logging.trackers"] = trackers
     if project:

@@ -47,7 +47,8 @@ IGNORED: dict[str, str] = {
         fully-parallel-* no-strict-fsdp-dtensor-load verify-integrity no-save-tokenizer-assets
     """,
     "checkpoints always contain optimizer and RNG state": "no-save-optim no-save-rng",
-    "a tracker gets the figures of every step, in files of the run directory (logging.trackers)": """
+    "wandb takes WANDB_ENTITY from the environment": "wandb-entity",
+    "a tracker gets the figures of every step, under the name of the run (logging.trackers)": """
         tensorboard-* wandb-* one-logger-* no-one-logger enable-one-logger otel-* app-tag-*
         log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
         log-world-size-to-tensorboard log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard

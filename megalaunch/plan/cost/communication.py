@@ -194,7 +194,8 @@ def context_parallel(
         inner = spec.parallel.hierarchical_context_parallel_sizes[0]
         exposed = 2 * wires.all_to_all(tokens * element * (2 * queries + keys), inner, tp)
         size, stride = cp // inner, tp * inner
-    ring = wires.ring(size * tokens * keys, size, stride) * (2 * element + stack.ring_gradient_bytes)
+    volume = size * tokens * keys * (2 * element + stack.ring_gradient_bytes)
+    ring = wires.ring(volume, size, stride, calls=3)  # keys and values in both passes, their gradients in one
     hidden = min(ring, attention)
     return CommTime(exposed + ring - hidden, hidden)
 

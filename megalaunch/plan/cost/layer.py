@@ -245,19 +245,21 @@ def _inner_traffic(model: ModelSpec, stack: Stack) -> float:
     return (stack.gated_traffic if model.activation in GATED else stack.plain_traffic).value
 
 
-_SUM_TRAFFIC = 12
-"""Bytes per weight of adding a chunk's product: the fp32 sum is read and written, a bf16 product written and read."""
+_SUM_TRAFFIC = 8
+"""Bytes per weight of adding a chunk's product to the fp32 sum, which is read and written."""
+_PRODUCT_TRAFFIC = 4
+"""Further bytes per weight in half precision: the product is written and read; in fp32 the matmul adds to the sum."""
 
 
 def head_time(model: ModelSpec, shape: Shape, device: Device, chunks: int) -> float:
     """Return the seconds of head and loss for one microbatch, both passes.
 
-    In chunks of tokens the fp32 sum of the weight's gradient is read and written once a chunk, and so is the product
-    that is added to it.
+    In chunks of tokens each adds its product to an fp32 sum of the weight's gradient.
     """
     vocabulary = vocabulary_rows(model.vocab_size or 1, shape.tp) / shape.tp
     rows = max(1.0, shape.tokens / chunks)
     matmul = matmul_seconds(rows, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
-    sums = _SUM_TRAFFIC * model.hidden_size * vocabulary if chunks > 1 else 0.0
+    traffic = _SUM_TRAFFIC + (_PRODUCT_TRAFFIC if device.element < 4 else 0)
+    sums = traffic * model.hidden_size * vocabulary if chunks > 1 else 0.0
     logits = rows * vocabulary * device.stack.logit_traffic.value
     return chunks * (matmul + (logits + sums) / device.memory)

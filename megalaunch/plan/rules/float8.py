@@ -73,7 +73,7 @@ def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: 
 
 @rule("fp8.chip", "The chip supports fp8 matmuls, or precision.emulate is on.")
 def chip(at: RuleContext) -> Iterator[Violation]:
-    """Hopper and MI300 were the first that do; elsewhere emulation computes the same numbers, slowly."""
+    """Ada, Hopper and MI300 were the first that do; elsewhere emulation computes the same numbers, slowly."""
     facts, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
     if precision.compute_dtype != "fp8" or precision.emulate or facts is None or "fp8" in facts.peak_flops:
         return

@@ -42,7 +42,7 @@ register_inert(
     InertSetting(
         "precision.tf32_idle",
         "precision.tf32 is set only for GPUs that have TF32.",
-        "CPUs have none, and NVIDIA's GPUs from Ampere on.",
+        "CPUs have none; NVIDIA's GPUs have it from Ampere on.",
         ("precision.tf32",),
         "platform.chip",
         _has_tf32,

@@ -49,7 +49,7 @@ def _trained(spec: RunSpec, fractions: tuple[float, ...]) -> list[dict[str, torc
         step = TrainStep(asked, mesh, model, make_forward_backward(asked, mesh, model), optimizer, samples)
         batches = PrefetchingDataLoader(samples, make_batch_sampler(asked, mesh), mesh.device)
         for number in range(1, STEPS + 1):
-            step.run(number, batches.get(number, STEPS), None)
+            step.run(number, batches.get(number, STEPS))
         batches.close()
         tensors = state_tensors(model, optimizer)
         whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}

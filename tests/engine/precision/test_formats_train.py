@@ -76,7 +76,7 @@ def train(spec: RunSpec) -> list[float]:
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
-    losses = [step.run(number, batches.get(number, STEPS), None).loss for number in range(1, STEPS + 1)]
+    losses = [step.run(number, batches.get(number, STEPS)).loss for number in range(1, STEPS + 1)]
     batches.close()
     return losses
 

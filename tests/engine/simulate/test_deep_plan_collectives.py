@@ -38,7 +38,7 @@ def _on_gloo(spec: RunSpec) -> Rows:
     for number in (1, 2):
         ledger.clear()
         with ledger, moment.phase_scope("optimizer"):
-            step.run(number, make_batch(spec, mesh, mesh.topology.microbatches), None)
+            step.run(number, make_batch(spec, mesh, mesh.topology.microbatches))
     return {
         (one.call.phase, one.call.kind, names.get(one.call.ranks)): (one.count, one.bytes) for one in ledger.traffic
     }

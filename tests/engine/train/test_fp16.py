@@ -128,7 +128,7 @@ def _steps_with_overflow(spec: RunSpec, poisoned: tuple[int, ...]) -> list[objec
     for now in range(1, STEPS + 1):
         before = [to_local_no_grad(p).clone() for p in model.parameters()]
         try:
-            result = step.run(now, batches.get(now, STEPS), None)
+            result = step.run(now, batches.get(now, STEPS))
         except RunEnd as ending:
             told.append(ending.reason)
             break

@@ -166,7 +166,7 @@ def _updated(spec: RunSpec) -> dict[str, torch.Tensor]:
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
     for number in range(1, STEPS + 1):
-        step.run(number, batches.get(number, STEPS), None)
+        step.run(number, batches.get(number, STEPS))
     batches.close()
     tensors = state_tensors(model, optimizer)
     dtypes = {kind: {t.dtype for n, t in tensors.items() if n.startswith(kind)} for kind in ("model.", "optimizer.")}

@@ -62,7 +62,7 @@ def _first_steps(spec: RunSpec) -> list[tuple[float, float, float, float]]:
     optimizer = Optimizer(model, spec.optimizer, spec.precision)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
-    results = [step.run(number, batches.get(number, STEPS), None) for number in range(1, STEPS + 1)]
+    results = [step.run(number, batches.get(number, STEPS)) for number in range(1, STEPS + 1)]
     batches.close()
     return [(r.loss, r.grad_norm, r.experts.balance_loss, r.experts.z_loss) for r in results]
 

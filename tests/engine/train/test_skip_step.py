@@ -28,7 +28,7 @@ def _steps(spec: RunSpec) -> list[tuple[float, bool, bool, float, int]]:
     told = []
     for number in range(1, STEPS + 1):
         before = [to_local_no_grad(p).clone() for p in model.parameters()]
-        result = step.run(number, batches.get(number, STEPS), None)
+        result = step.run(number, batches.get(number, STEPS))
         same = all(torch.equal(a, to_local_no_grad(b)) for a, b in zip(before, model.parameters(), strict=True))
         told.append((result.grad_norm, result.skipped, same, result.learning_rate, result.updates.skipped_steps))
         assert all(parameter.grad is None for parameter in model.parameters())

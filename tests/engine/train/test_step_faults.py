@@ -53,7 +53,7 @@ def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[st
     model = build_sharded_model(spec, mesh)
     step = _make_step(spec, mesh, model, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
-    step.run(1, batches.get(1, 2), None)
+    step.run(1, batches.get(1, 2))
     if poison == "loss" and mesh.rank == 1:
         passes = itertools.count()
         model.parts[-1].head.register_forward_hook(
@@ -66,7 +66,7 @@ def _two_steps(poison: str, samples: RandomSamples, **values: object) -> dict[st
         model.parts[-1].norm.register_full_backward_hook(lambda *_: (_[1][0] * torch.inf,))
     weights = [to_local_no_grad(p).clone() for p in model.parameters()]
     try:
-        step.run(2, batches.get(2, 2), None)
+        step.run(2, batches.get(2, 2))
     except RunEnd as ending:
         same = all(torch.equal(a, to_local_no_grad(b)) for a, b in zip(weights, model.parameters(), strict=True))
         return {"code": int(ending.exit_code), "reason": ending.reason, "step": ending.step, "unchanged": same}
@@ -149,7 +149,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     model, samples = build_sharded_model(spec, mesh), RandomSamples()
     step = _make_step(spec, mesh, model, samples)
     batches = PrefetchingDataLoader(samples, make_batch_sampler(spec, mesh), mesh.device)
-    step.run(1, batches.get(1, 2), None)
+    step.run(1, batches.get(1, 2))
     before = itertools.count()
 
     class Dies(TorchDispatchMode):
@@ -160,7 +160,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
 
     with Dies() if mesh.rank == 1 else contextlib.nullcontext():
         try:
-            step.run(2, batches.get(2, 2), None)
+            step.run(2, batches.get(2, 2))
         except Exception as error:
             heard.write_text(f"{type(error).__name__}: {error}")
             raise

@@ -18,10 +18,13 @@ def test_a_launch_ends_after_its_time_and_the_next_one_continues(tmp_path):
     spec, whole, parts = ten_steps(tmp_path), tmp_path / "whole", tmp_path / "parts"
     run_loop(spec, whole)
     limited = with_values(spec, {LIMIT: 60.0})
-    for last in (2, 3):  # each launch does a step before it looks at the clock: after the next, or before a validation
+    for last in (1, 2):  # each launch does at least one step
         end = run_loop(limited, parts, _begin_an_hour_ago)
         assert (end.exit_code, end.step) == (ExitCode.DONE, last)
         assert end.reason == f"stopped after step {last} of 10, train.exit_duration_in_mins=60 after the start"
+    last_step = with_values(limited, {"train.exit_at_step": 3})  # which is validated, although the time is over
+    assert run_loop(last_step, parts, _begin_an_hour_ago).reason == "stopped after step 3 of 10 as asked"
+    assert [line["step"] for line in metrics(parts) if "validation_loss" in line] == [3]
     assert run_loop(spec, parts).reason == "finished all 10 steps"
     assert metrics(parts) == metrics(whole)
     assert not events(parts, "stop_requested")

@@ -30,7 +30,8 @@ def host_document_ids(documents: Tensor) -> Tensor | None:
     Those of a microbatch that a pipeline has split off are rows of the ids of all microbatches.
     """
     joined = base_of_view(documents)
-    if documents in _host_ids or joined is None or joined not in _host_ids or joined.shape[1:] != documents.shape[1:]:
+    is_split = joined is not None and joined.shape[1:] == documents.shape[1:] and joined.stride() == documents.stride()
+    if documents in _host_ids or joined is None or joined not in _host_ids or not is_split:
         return _host_ids.get(documents)
     first = (documents.storage_offset() - joined.storage_offset()) // joined.stride(0)
     return _host_ids[joined][first : first + len(documents)]
