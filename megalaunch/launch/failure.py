@@ -12,6 +12,7 @@ from typing import Any
 from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank, rank_label
+from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.platform.cgroups import OomKills
 from megalaunch.platform.torch_backends import broken_backend
 from megalaunch.rundir.jsonl import Record
@@ -66,14 +67,23 @@ class Failure:
         """The exit code of a launch that ends with this failure."""
         return {"hang": ExitCode.HANG, BROKEN_TORCH: ExitCode.CONFIGURATION}.get(self.exception, ExitCode.CRASH)
 
-    @property
-    def event(self) -> dict[str, Any]:
-        """The details of its `worker_failed` event."""
-        return dict(vars(self))
-
     def same_cause(self, other: Failure) -> bool:
         """Return whether both failed at the same step with the same exception."""
         return (self.step, self.exception) == (other.step, other.exception)
+
+
+def record_failure(storage: StorageMonitor, failure: Failure) -> None:
+    """Write the `worker_failed` event of a failure that its worker could not write."""
+    storage.record(
+        "worker_failed",
+        rank=failure.rank,
+        coordinates=failure.coordinates,
+        phase=failure.phase,
+        step=failure.step,
+        exception=failure.exception,
+        message=failure.message,
+        attempt=failure.attempt,
+    )
 
 
 def describe_exit(code: int | None) -> tuple[str, str]:
@@ -106,21 +116,20 @@ def first_failure(
     exception; a peer-loss error.
 
     Args:
-        events: `worker_failed` records of the attempt.
+        events: `worker_failed` records of the attempt, in the order of the file: clocks may differ or jump.
         ranks: its workers.
         exit_codes: of workers by pid, from the agent's log.
         culprit: the rank whose collectives differ from its group's.
         agent_code: the agent's exit code.
         aborted: ranks that native code aborted in a collective.
     """
-    by_time = sorted(events, key=lambda event: event.get("time", 0.0))
-    own = [event for event in by_time if not _lost_peer(event)]
+    own = [event for event in events if not _lost_peer(event)]
     if own:
         return _from_event(attempt, own[0])
     if agent_code is not None and agent_code < 0:
         name, meaning = describe_exit(agent_code)
         return Failure(attempt, None, "", "", step, name, f"{meaning}; its workers were ended with it")
-    reported = {event.get("rank") for event in by_time}
+    reported = {event.get("rank") for event in events}
     outlived = [rank for rank in ranks.values() if rank.outlived_peer and rank.progress.rank not in reported]
     silent = [
         rank for rank in ranks.values() if rank.ended and not rank.outlived_peer and rank.progress.rank not in reported
@@ -138,8 +147,8 @@ def first_failure(
     if silent:
         rank = min(killed or silent, key=lambda rank: rank.progress.time)
         return _failure_location(attempt, rank, *describe_exit(codes[rank.progress.rank]))
-    if by_time:
-        return _from_event(attempt, by_time[0])
+    if events:
+        return _from_event(attempt, events[0])
     exit_text = "ended" if agent_code is None else f"exit code {agent_code}"
     return Failure(attempt, None, "", "starting", step, exit_text, "no worker reported an error")
 

@@ -26,6 +26,7 @@ from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
 from megalaunch.launch.tail import JsonlTail
 from megalaunch.launch.trackers.process import trackers
+from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
@@ -169,7 +170,7 @@ def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, launched:
         reason = "stopped before the workers saved; run the same command to resume from the newest checkpoint"
     else:
         failed = [event for event in launched.read_new()[0] if event.get("event") == "worker_failed"]
-        attempt = max((int(event.get("attempt", 0)) for event in failed), default=0)
+        attempt = max([_newest_attempt(launch), *(int(event.get("attempt", 0)) for event in failed)])
         events = [event for event in failed if event.get("attempt") == attempt]
         failure = first_failure(attempt, events, {}, {}, step, agent_code=code)
         exit_code, reason = failure.exit_code, f"{failure.source}: {failure.error}"
@@ -177,6 +178,13 @@ def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, launched:
             node = failure.rank // int(launch.spec.cluster.devices_per_node)
             details = {"node": node, "rank": failure.rank, "phase": failure.phase}
     return Outcome(int(exit_code), reason, step, details)
+
+
+def _newest_attempt(launch: Launch) -> int:
+    """Return the newest attempt of this launch that a worker has begun: one that is killed writes no event."""
+    ranks = range(resolved_world_size(launch.spec.cluster))
+    records = [read_progress(launch.directory.progress(rank)) for rank in ranks]
+    return max((record.attempt for record in records if record is not None), default=0)
 
 
 def _record_outcome(directory: RunDirectory, outcome: Outcome, fence: Fence, agent: int | None) -> Outcome:

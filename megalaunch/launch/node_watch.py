@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from megalaunch.launch.failure import hang_failure
+from megalaunch.launch.failure import hang_failure, record_failure
 from megalaunch.launch.hang.collective_traces import REPLY_SECONDS, request_traces
 from megalaunch.launch.hang.diagnosis import diagnose_hang
 from megalaunch.launch.hang.hang_detector import STEP_SECONDS, HangDetector
@@ -164,5 +164,5 @@ class _NodeAttempt:
         hung = diagnose_hang(self.ranks, self._directory, lambda: self._failures.has_hang(attempt))
         if not self._failures.of(attempt):
             failure = hang_failure(attempt, hung.rank, self.ranks.step, self._detector.silent, hung.reason)
-            self._storage.record("worker_failed", **failure.event)
+            record_failure(self._storage, failure)
         self._kill_at = time.monotonic() + _OTHERS_SECONDS

@@ -12,7 +12,7 @@ from megalaunch.format.numbers import format_duration
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
-from megalaunch.launch.failure import SUPERSEDED, Failure
+from megalaunch.launch.failure import SUPERSEDED, Failure, record_failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
@@ -212,7 +212,7 @@ class Supervisor:
     def _record_failure(self, failure: Failure, reported: bool) -> None:
         self._failures.append(failure)
         if not reported and failure.rank is not None and not self._stop.count:
-            self._record("worker_failed", **failure.event)
+            record_failure(self._storage, failure)
 
     @property
     def _last_failure(self) -> Failure | None:

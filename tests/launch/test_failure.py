@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from launching import tiny_spec
+from launching import events_of, tiny_spec
 
 from megalaunch.launch.agent import exit_codes
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.display.report import failure_report
-from megalaunch.launch.failure import Failure, describe_exit, first_failure, name_out_of_memory
+from megalaunch.launch.failure import Failure, describe_exit, first_failure, name_out_of_memory, record_failure
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank
+from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.outcome import ExitCode, Outcome
@@ -67,9 +68,23 @@ def test_who_held_on_while_the_others_timed_out_hung():
     assert (found.rank, found.exception) == (1, "hang")
 
 
-def test_only_victims():
-    found = first_failure(0, [event(1, "RuntimeError", LOST, 2.0), event(0, "RuntimeError", LOST, 1.0)], {}, {}, 5)
+def test_of_victims_only_the_first_in_the_file_is_named_whatever_the_clocks_say():
+    found = first_failure(0, [event(0, "RuntimeError", LOST, 2.0), event(1, "RuntimeError", LOST, 1.0)], {}, {}, 5)
     assert found.rank == 0
+
+
+def test_of_exceptions_the_first_in_the_file_is_named_whatever_the_clocks_say():
+    found = first_failure(0, [event(1, "ValueError", "bad", 2.0), event(0, "KeyError", "lost", 1.0)], {}, {}, 5)
+    assert (found.rank, found.exception) == (1, "ValueError")
+
+
+def test_the_launcher_writes_a_failure_as_an_event(tmp_path):
+    directory = RunDirectory(tmp_path)
+    failure = Failure(2, 1, "dp1", "step", 7, "SIGKILL", "killed from outside")
+    record_failure(StorageMonitor(directory, 600.0), failure)
+    (written,) = events_of(directory, "worker_failed")
+    assert first_failure(2, [written], {}, {}, 0) == failure
+    assert written["attempt"] == 2
 
 
 def test_nobody_reported():

@@ -15,6 +15,8 @@ from megalaunch.launch.run_state import ThroughputBasis
 from megalaunch.launch.stop import StopSignals
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import ExitCode, read_outcome
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import ProgressWriter
 
 
 class CrashedAgent:
@@ -41,6 +43,17 @@ class FailedWorker(CrashedAgent):
         return 1
 
 
+class KilledWorker(CrashedAgent):
+    """An agent that has ended with code 1: its first workers hung, one of the next ones was killed without a word."""
+
+    def run(self, stop, storage, poll):
+        tell_failure(self.path, 1, "hang", attempt=0, at=5.0)
+        directory = RunDirectory(self.path.parent)
+        for rank in (0, 1):
+            ProgressWriter(directory.progress(rank), rank, attempt=rank).report("step", 3)  # rank 0 did not come back
+        return 1
+
+
 def tell_failure(path, rank, exception, attempt, at):
     failed = {"rank": rank, "coordinates": "dp1", "phase": "step", "step": 3, "exception": exception, "message": "no"}
     append_line(path, {"time": at, "event": "worker_failed", "attempt": attempt, **failed})
@@ -63,6 +76,16 @@ def crash(folder, *attempts):
     return result.outcome, read_outcome(directory.outcome)
 
 
+def fail(folder, agent):
+    """Let workers fail in a run that an earlier launch has begun; the outcome."""
+    directory = run_of(folder)
+    directory.root.mkdir()
+    tell_failure(directory.events, 0, "OSError", attempt=2, at=4e9)  # of the earlier launch
+    launch = Launch(tiny_spec(), directory, RunLock(directory.lock), (), ThroughputBasis(10**9, 2, 1e12), 1)
+    with StopSignals() as stop:
+        return run_first_node(launch, agent(directory.events, ()), Unannounced(), stop, lambda view: None).outcome
+
+
 HERE = (socket.gethostname(), CrashedAgent.pid)
 
 
@@ -74,14 +97,13 @@ def test_the_launcher_writes_the_outcome_of_its_own_attempts(tmp_path, attempts)
 
 
 def test_the_failure_of_the_newest_attempt_is_named_whatever_the_clocks_say(tmp_path):
-    directory = run_of(tmp_path)
-    directory.root.mkdir()
-    tell_failure(directory.events, 0, "OSError", attempt=2, at=4e9)  # of an earlier launch
-    launch = Launch(tiny_spec(), directory, RunLock(directory.lock), (), ThroughputBasis(10**9, 2, 1e12), 1)
-    with StopSignals() as stop:
-        agent = FailedWorker(directory.events, ())
-        result = run_first_node(launch, agent, Unannounced(), stop, lambda view: None)
-    assert result.outcome.reason == "rank 1 (dp1): ValueError: no"
+    assert fail(tmp_path, FailedWorker).reason == "rank 1 (dp1): ValueError: no"
+
+
+def test_an_earlier_attempt_is_not_named_for_one_without_an_event(tmp_path):
+    outcome = fail(tmp_path, KilledWorker)
+    assert outcome.exit_code == ExitCode.CRASH
+    assert outcome.reason == "the agent: exit code 1: no worker reported an error"
 
 
 @pytest.mark.parametrize("other", [("elsewhere", CrashedAgent.pid), (HERE[0], os.getpid())])

@@ -13,7 +13,7 @@ from megalaunch.rundir.events import EVENTS, EventName
 from megalaunch.rundir.outcome import EXIT_MEANINGS, ExitCode
 
 PACKAGE = Path(megalaunch.__file__).parent
-WRITERS = {"record_event": 1, "event": 0, "_record": 0}
+WRITERS = {"record_event": 1, "event": 0, "record": 0, "_record": 0}
 """Functions that append an event, and the position of its name."""
 
 
