@@ -24,10 +24,10 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 from megalaunch.schema import RunSpec
 
-_LOOK_SECONDS = STEP_SECONDS / 2  # of silence, between two looks at the ranks of other nodes
+_LOOK_SECONDS = STEP_SECONDS / 2  # of silence, before a look at the events of other nodes; between two at their ranks
 _PROBE_SECONDS = 2.0  # of silence, after which the storage is probed
 _OTHERS_SECONDS = 3.0  # from the name of the hung rank to the end of the workers: other nodes request stacks
-_NAMING_SECONDS = 3 * REPLY_SECONDS  # after which any node names the rank, since those that should have not
+_REPORT_SECONDS = 3 * REPLY_SECONDS  # after which any node reports the hang, since those that should have not
 
 
 class NodeWatch:
@@ -58,8 +58,8 @@ class NodeWatch:
             world = resolved_world_size(self._spec.cluster)
             ranks = RankMonitor(self._directory, world, record.attempt, self._local)
             detector = HangDetector(self._spec, now)
-            names_hangs = self._node == 0
-            self._attempt = _NodeAttempt(ranks, detector, self._failures, self._directory, self._storage, names_hangs)
+            reports_hangs = self._node == 0
+            self._attempt = _NodeAttempt(ranks, detector, self._failures, self._directory, self._storage, reports_hangs)
         self._attempt.poll(now)
 
 
@@ -81,7 +81,11 @@ class _Failures:
 
 
 class _NodeAttempt:
-    """The workers of one node in one attempt."""
+    """The workers of one node in one attempt.
+
+    Args:
+        reports_hangs: this node names the hung rank where no rank is stopped.
+    """
 
     def __init__(
         self,
@@ -90,11 +94,12 @@ class _NodeAttempt:
         failures: _Failures,
         directory: RunDirectory,
         storage: StorageMonitor,
-        names_hangs: bool,
+        reports_hangs: bool,
     ) -> None:
         self.ranks, self._detector, self._failures = ranks, detector, failures
-        self._directory, self._storage, self._names_hangs = directory, storage, names_hangs
+        self._directory, self._storage, self._reports_hangs = directory, storage, reports_hangs
         self._next_look = self._look_interval
+        self._first_look: float | None = None  # of this silence
         self._hung_since: float | None = None
         self._kill_at: float | None = None
 
@@ -110,19 +115,27 @@ class _NodeAttempt:
         if moved:
             self.ranks.forget_others()
         self._detector.poll(now, self.ranks, moved or self._others_move() or self._is_excused(now))
-        self._next_look = min(self._next_look, self._detector.silent + self._look_interval)
-        if self._detector.silent >= self._look_interval:
+        silent = self._detector.silent
+        if not silent:
+            self._first_look = self._hung_since = None
+        self._next_look = min(self._next_look, silent + self._look_interval)
+        if silent >= min(_LOOK_SECONDS, self._detector.limit(self.ranks)):
             self._find_hang(now)
 
     @property
     def _look_interval(self) -> float:
-        return min(_LOOK_SECONDS, self._detector.limit(self.ranks) / 2)
+        """Seconds between two looks at the ranks of other nodes: few within a limit, since each reads a file a rank."""
+        limit = self._detector.limit(self.ranks)
+        return min(max(_LOOK_SECONDS, limit / 4), limit / 2)
 
     def _others_move(self) -> bool:
         """Look at the ranks of other nodes if that is due; return whether any has progressed since the last look."""
-        if self._detector.silent < self._next_look:
+        silent = self._detector.silent
+        if silent < self._next_look:
             return False
-        self._next_look = self._detector.silent + self._look_interval
+        self._next_look = silent + self._look_interval
+        if self._first_look is None:
+            self._first_look = silent
         return self.ranks.look_at_others()
 
     def _is_excused(self, now: float) -> bool:
@@ -139,26 +152,32 @@ class _NodeAttempt:
             self._kill_at = now
             return
         if self._hung_since is None:
-            if not self._detector.is_hung(self.ranks):
+            if not self._detector.is_hung(self.ranks) or not self._others_were_silent:
                 return
             if self.ranks.look_at_others():
                 self._detector.poll(now, self.ranks, moved=True)
+                self._first_look = None
                 return
             self._hung_since = now
-            if not self._is_namer:
+            if not self._is_reporter:
                 request_traces(self._running, self._directory)
-        if self._is_namer or now - self._hung_since > _NAMING_SECONDS:
-            self._name_hung_rank()
+        if self._is_reporter or now - self._hung_since > _REPORT_SECONDS:
+            self._report_hang()
+
+    @property
+    def _others_were_silent(self) -> bool:
+        """Whether the first look is long enough ago: the limit falls at once when a rank is stopped."""
+        return self._first_look is not None and self._detector.silent >= self._first_look + self._look_interval
 
     @property
     def _running(self) -> list[Rank]:
         return [rank for rank in self.ranks.local if not rank.ended]
 
     @property
-    def _is_namer(self) -> bool:
-        return self._names_hangs or any(rank.is_stopped for rank in self._running)
+    def _is_reporter(self) -> bool:
+        return self._reports_hangs or any(rank.is_stopped for rank in self._running)
 
-    def _name_hung_rank(self) -> None:
+    def _report_hang(self) -> None:
         """Write the `worker_failed` event of the hung rank, unless a failure of another rank has led to the silence."""
         attempt = self.ranks.attempt
         hung = diagnose_hang(self.ranks, self._directory, lambda: self._failures.has_hang(attempt))

@@ -37,7 +37,9 @@ def request_traces(
 ) -> dict[int, CollectiveTrace]:
     """Signal the ranks of this machine, and return the traces of all that answer in time, by rank.
 
-    Those of other machines are signalled by their own launchers.
+    Those of other machines are signalled by their own launchers. An earlier request of the same attempt may have left
+    traces: one of this machine counts if it was written after the request, one of another after the rank's last
+    progress.
 
     A stopped process cannot answer, nor one that holds the interpreter's lock (GIL) in native code. A process without
     handlers for the two signals is left out: they would kill it.
@@ -63,7 +65,8 @@ def request_traces(
             break
         time.sleep(0.05)
         for number, rank in awaited.items():
-            since = 0.0 if rank.process is None else began  # the clocks of two machines may differ
+            # The clocks of two machines may differ: a rank of another one has written both of these times itself.
+            since = rank.progress.time if rank.process is None else began
             trace = read_collective_trace(directory.collective_trace(number), rank.progress.attempt, since)
             if trace is not None and number not in traces:
                 traces[number] = trace

@@ -38,7 +38,7 @@ def diagnose_hang(
     """
     # A stopped rank is the cause, whatever the traces of the others show; `slowest` returns it.
     if any(rank.is_stopped for rank in ranks.alive):
-        request_traces([rank for rank in ranks.local if not rank.ended], directory)
+        request_traces([rank for rank in ranks.local if not rank.ended], directory, is_known)
         return HungRank(ranks.slowest())
     culprit = find_desynced_rank(request_traces(ranks.alive, directory, is_known))
     return HungRank(ranks.slowest()) if culprit is None else HungRank(ranks.known[culprit.rank], culprit.message)
