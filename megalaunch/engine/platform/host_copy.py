@@ -16,5 +16,6 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """
     if device.type in (values.device.type, "meta"):
         return values.to(device)
-    source = values.pin_memory() if platform_of(device).pins_host_memory else values
+    has_memory = type(values) is Tensor  # a simulated tensor has none to pin
+    source = values.pin_memory() if has_memory and platform_of(device).pins_host_memory else values
     return source.to(device, non_blocking=True)
