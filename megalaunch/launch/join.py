@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -10,14 +11,18 @@ from dataclasses import dataclass
 from megalaunch.launch.announcement import Announced, NotAnnounced, launch_id, read_announcement, spec_hash
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.platform.software import Software
+from megalaunch.rundir.environment import current_attempt
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
+
+_NODE_0_ENDED = 1
+"""Exit code of a node whose node 0 ended: below node 0's codes, as srun ends with the largest of all."""
 
 
 class JoinError(Exception):
     """This node cannot take part in the run; the message gives the reason in one sentence."""
 
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.CONFIGURATION) -> None:
+    def __init__(self, message: str, exit_code: int = ExitCode.CONFIGURATION) -> None:
         self.exit_code = exit_code
         super().__init__(message)
 
@@ -85,12 +90,13 @@ def _first_answer(place: NodePlace, say: Callable[[str], None], limits: Limits) 
             ) from None
         except OSError as error:
             reason, waited = _reason(error), time.monotonic() - began
+            was_reached = current_attempt(os.environ) > 0  # so that a restart may cure it
             may_start = isinstance(error, ConnectionRefusedError) or place.appears_late
             if waited > (limits.start if may_start else limits.reach):
                 raise JoinError(
                     f"node {place.rank} does not reach node 0 on {place} ({reason}): check that node 0 has started, "
                     "or set MASTER_ADDR on every node to an address of node 0",
-                    ExitCode.CRASH if may_start else ExitCode.CONFIGURATION,
+                    ExitCode.CRASH if may_start or was_reached else ExitCode.CONFIGURATION,
                 ) from None
             if not said:
                 say(f"node {place.rank} waits for node 0 on {place} ({reason})")
@@ -108,7 +114,7 @@ def _next_answer(place: NodePlace, launch: str, limits: Limits) -> Announced:
         announced = None
     if announced is None or announced.launch_id != launch:
         raise JoinError(
-            f"node 0 ({place.first_node}) ended before the workers started: its output has the reason", ExitCode.CRASH
+            f"node 0 ({place.first_node}) ended before the workers started: its output has the reason", _NODE_0_ENDED
         )
     return announced
 

@@ -12,6 +12,8 @@ HANGS_WATCHED_VARIABLE = "MEGALAUNCH_HANGS_WATCHED"
 """Set where a launcher watches the workers for hangs: it ends a hang before the timeout of the collectives does."""
 ATTEMPT_VARIABLE = "MEGALAUNCH_ATTEMPT"
 """Number of agents that the launcher has started before this one; set where it restarts them itself."""
+FINAL_CODE_VARIABLE = "MEGALAUNCH_FINAL_CODE"
+"""File for the exit code of a launcher that no restart cures; set where a script starts the launchers again."""
 
 
 def agent_restarts(environment: Mapping[str, str]) -> int:

@@ -144,6 +144,11 @@ class RunDirectory:
         return self.logs / f"node_{node}.log"
 
     @property
+    def final_code(self) -> Path:
+        """The exit code of a launcher that no restart cures, until the batch script has read it."""
+        return self.logs / "final_code"
+
+    @property
     def command_log(self) -> Path:
         """Output of a command with `--detach` that continues in the background."""
         return self.logs / "command.log"

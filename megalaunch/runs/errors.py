@@ -9,12 +9,12 @@ import typer
 from megalaunch.rundir.outcome import ExitCode
 
 
-def refuse(text: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
+def refuse(text: str, code: int = ExitCode.CONFIGURATION) -> NoReturn:
     """Print the reason and end the command with `code`."""
     typer.echo(text, err=True)
     raise typer.Exit(int(code))
 
 
-def fail(reason: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
+def fail(reason: str, code: int = ExitCode.CONFIGURATION) -> NoReturn:
     """Print `error: ` and the reason, and end the command with `code`."""
     refuse(f"error: {reason}", code)

@@ -38,7 +38,7 @@ class SlurmSpec:
         True, "Queue the job again after a failed node, a preemption or a save before the time limit; it then resumes."
     )
     max_requeues: int = setting(
-        100, "Restarts of a job after which a save before the time limit ends it.", minimum=0, maximum=100_000
+        100, "Restarts of a job after which the script does not queue it again.", minimum=0, maximum=100_000
     )
     dependency: str | None = setting(None, "Jobs to wait for, such as afterok:1234.")
     container_image: str | None = setting(None, "Image of the pyxis plug-in in which the tasks run.")

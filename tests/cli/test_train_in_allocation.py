@@ -114,10 +114,11 @@ def test_a_worker_that_fails_on_another_node_is_named(tmp_path):
 
 
 def test_a_number_of_nodes_that_is_not_the_allocations_is_refused(tmp_path):
+    final_code = tmp_path / "final_code"
     done = subprocess.run(
         [*MEGALAUNCH, "train", *tiny_overrides(tmp_path, "cluster.nodes=3", "cluster.devices_per_node=1")],
         cwd=tmp_path,
-        env={**os.environ, **slurm_step(1, 1)},
+        env={**os.environ, **slurm_step(1, 1), "MEGALAUNCH_FINAL_CODE": str(final_code)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -125,6 +126,7 @@ def test_a_number_of_nodes_that_is_not_the_allocations_is_refused(tmp_path):
     assert done.returncode == 2
     assert "the run has 3 nodes, but the Slurm step has 2" in done.stderr
     assert "fix:  cluster.nodes=2" in done.stderr
+    assert final_code.read_text() == "2\n"
 
 
 @pytest.mark.slow  # it waits as long as a user does

@@ -115,8 +115,9 @@ def test_a_node_0_that_ends_early_is_named(directory, place):
     node_0 = contextlib.ExitStack()
     node_0.enter_context(Announcement(place, directory))
     threading.Timer(0.3, node_0.close).start()
-    with pytest.raises(JoinError, match=r"node 0 \(127.0.0.1\) ended before the workers started"):
+    with pytest.raises(JoinError, match=r"node 0 \(127.0.0.1\) ended before the workers started") as error:
         wait(directory, place, Limits(poll=0.02))
+    assert error.value.exit_code == 1  # of all exit codes srun shows the largest: node 0's
 
 
 @pytest.mark.parametrize(("host", "code"), [("127.0.0.1", 5), ("no-such-host.invalid", 2)])
@@ -124,6 +125,13 @@ def test_an_unreachable_node_0_is_named(directory, place, host, code):
     with pytest.raises(JoinError, match=f"node 1 does not reach node 0 on {host}:") as error:
         wait(directory, NodePlace(1, host, place.port))
     assert error.value.exit_code == code
+
+
+def test_a_node_0_that_an_earlier_attempt_reached_is_no_wrong_setting(directory, place, monkeypatch):
+    monkeypatch.setenv("MEGALAUNCH_ATTEMPT", "1")
+    with pytest.raises(JoinError, match="node 1 does not reach node 0 on no-such-host") as error:
+        wait(directory, NodePlace(1, "no-such-host.invalid", place.port))
+    assert error.value.exit_code == 5
 
 
 def test_the_name_of_a_pod_may_appear_late(directory, place):

@@ -28,10 +28,15 @@ def job_of(
     arguments: tuple[str, ...] = ("train", "recipe=tiny"),
     directory: Path = Path("/runs/a"),
     max_restarts: int = 3,
+    backoff: float = 0.25,
     **slurm: object,
 ) -> Job:
     settings = LauncherSpec(
-        name="slurm", python="/opt/python", max_restarts=max_restarts, restart_backoff=0.25, slurm=SlurmSpec(**slurm)
+        name="slurm",
+        python="/opt/python",
+        max_restarts=max_restarts,
+        restart_backoff=backoff,
+        slurm=SlurmSpec(**slurm),
     )
     return Job("llama", 2, devices, arguments, directory, Path("/home/me"), settings)
 
@@ -63,19 +68,31 @@ def test_the_whole_script_without_restarts():
         "#SBATCH --requeue\n"
         "#SBATCH --mail-type=END\n"
         "\n"
-        "warned=0\n"
-        'trap \'trap "" USR1; warned=1; kill -USR1 "$srun" 2>/dev/null\' USR1  '
+        "warned=0; stopped=0; child=\n"
+        "pass_on() {  # not to a copy of this shell, which would lose it before it becomes the program\n"
+        '    sleep 1; kill -USR1 "$child" 2>/dev/null\n'
+        "}\n"
+        "trap 'heard=1; [ \"$warned$stopped\" != 00 ] || { warned=1; pass_on; }; warned=1' USR1  "
         "# the time limit is near: the workers save\n"
+        "trap 'heard=1; stopped=1; [ \"$warned\" = 1 ] || pass_on' USR2  # megalaunch stop\n"
+        "await() {  # the exit code of process $1, to `ended`\n"
+        "    local status; child=$1; ended=127; heard=1\n"
+        '    [ "$warned$stopped" = 00 ] || pass_on\n'
+        '    while [ "$heard" = 1 ]; do  # a trap ends a wait\n'
+        '        heard=0; wait "$child" 2>/dev/null; status=$?\n'
+        '        [ "$status" -eq 127 ] || ended=$status  # 127: it had ended before\n'
+        "    done\n"
+        "}\n"
+        "requeue() {  # $1: the reason\n"
+        '    echo "job $SLURM_JOB_ID is queued again: $1"\n'
+        '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile\n'
+        "}\n"
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --cpus-per-task=32 "
         "/opt/python -m megalaunch train recipe=tiny &\n"
-        "srun=$!\n"
-        'wait "$srun"; code=$?\n'
-        'if [ "$warned" = 1 ]; then  # the trap ended the wait; 127: srun had ended before\n'
-        '    wait "$srun"; ended=$?; [ "$ended" -eq 127 ] || code=$ended\n'
-        "fi\n"
-        'if [ "$warned" = 1 ] && [ "$code" -ne 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then\n'
-        '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile\n'
-        "fi\n"
+        'await "$!"; code=$ended\n'
+        'case "$code" in 0 | 2 | 3 | 4 | 7 | 8 | 130) exit "$code" ;; esac\n'
+        '[ "$warned" = 1 ] && [ "$stopped" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] '
+        '&& requeue "its time limit is near"\n'
         'exit "$code"\n'
     )
 
@@ -150,39 +167,127 @@ def programs(folder: Path, **texts: str) -> None:
         (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("warned", "code", "restarts", "requeued"),
-    [(True, 75, 0, True), (True, 5, 0, True), (True, 0, 0, False), (True, 75, 100, False), (False, 75, 0, False)],
-)
-def test_the_job_is_queued_again_after_a_warning(warned, code, restarts, requeued, tmp_path):
-    """A stand-in for srun ends with `code`, at once or at the warning; `scontrol` notes that it was called."""
-    end = "while :; do /bin/sleep 0.1; done" if warned else f"exit {code}"
-    programs(tmp_path, srun=f"trap 'exit {code}' USR1\ntouch started\n{end}", scontrol='echo "$@" > requeued')
-    script = tmp_path / "job.sbatch"
-    script.write_text(batch_script(job_of(), OUTPUT).replace("sleep 60", "sleep 0"))
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts)}
-    process = subprocess.Popen(["bash", script], env=environment, cwd=tmp_path, start_new_session=True)
+ENDLESS = "while :; do /bin/sleep 0.05; done"
+
+
+def ran_with_signals(folder: Path, *sent: tuple[str, int], restarts: int = 0, **options: object) -> tuple[int, str]:
+    """The exit code and output of a job to which a signal is sent as soon as a file of its folder is there."""
+    (folder / "run/checkpoints").mkdir(parents=True)
+    script = folder / "job.sbatch"
+    script.write_text(batch_script(job_of(directory=folder / "run", **options), OUTPUT).replace("sleep 60", ":"))
+    (folder / "run/logs").mkdir()
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts)}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(["bash", script], env=environment, cwd=folder, start_new_session=True, **piped)
     try:
-        wait_until((tmp_path / "started").exists)
-        if warned:
-            process.send_signal(signal.SIGUSR1)
-        assert process.wait(20) == code
+        for name, number in sent:
+            wait_until((folder / name).exists)
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=20)
+        return process.returncode, output
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(75, 0, True), (5, 0, True), (137, 0, True), (75, 100, False), *((code, 0, False) for code in (0, 2, 3, 4, 7, 8))],
+)
+def test_the_job_is_queued_again_after_a_warning(max_restarts, code, restarts, requeued, tmp_path):
+    """A stand-in for srun ends with `code` at the warning; `scontrol` notes that it was called."""
+    programs(tmp_path, srun=f"trap 'exit {code}' USR1\ntouch started\n{ENDLESS}", scontrol='echo "$@" > requeued')
+    warning = ("started", signal.SIGUSR1)
+    ended, output = ran_with_signals(tmp_path, warning, restarts=restarts, max_restarts=max_restarts)
+    assert ended == code
+    assert output == ("job 12 is queued again: its time limit is near\n" if requeued else "")
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 12\n"
 
 
+def test_a_save_without_a_warning_ends_the_job(tmp_path):
+    programs(tmp_path, srun="exit 75", scontrol="touch requeued")
+    assert ran_with_signals(tmp_path, max_restarts=0) == (75, "")
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+@pytest.mark.parametrize("code", [75, 138])  # 128 + SIGUSR1: Python had not started
+def test_a_stop_reaches_the_launchers_once_and_ends_the_job(max_restarts, code, tmp_path):
+    """The warning that comes during the save would be a second signal, after which they end without a checkpoint."""
+    save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
+    programs(tmp_path, srun=f"echo >> starts; {save}; /bin/sleep 1; exit {code}", scontrol="touch requeued")
+    signals = (("started", signal.SIGUSR2), ("saving", signal.SIGUSR1))
+    assert ran_with_signals(tmp_path, *signals, max_restarts=max_restarts) == (code, "")
+    assert ((tmp_path / "starts").read_text(), (tmp_path / "saves").read_text()) == ("\n", "\n")
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_stop_after_a_warning_lets_the_save_finish_and_the_job_is_not_queued_again(tmp_path):
+    save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
+    programs(tmp_path, srun=f"{save}; /bin/sleep 1; exit 75", scontrol="touch requeued")
+    assert ran_with_signals(tmp_path, ("started", signal.SIGUSR1), ("saving", signal.SIGUSR2)) == (75, "")
+    assert (tmp_path / "saves").read_text() == "\n"
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("moment", ["sinfo", "pause"])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1])
+def test_a_signal_between_two_starts_of_srun_prevents_the_next(moment, number, tmp_path):
+    """It comes while sinfo runs, or in the pause: a stop ends the job, a warning also queues it again."""
+    asked = "touch asked; /bin/sleep 1; echo allocated" if moment == "sinfo" else "echo allocated"
+    pause = f'[ "$1" = 1 ] || {{ {"touch asked" if moment == "pause" else ":"}; exec /bin/sleep 60; }}'
+    programs(tmp_path, srun="echo >> starts; touch run/outcome.json; exit 5", sinfo=asked, sleep=pause)
+    programs(tmp_path, scontrol="touch requeued")
+    code, output = ran_with_signals(tmp_path, ("asked", number))
+    is_warning = number == signal.SIGUSR1
+    assert (code, output) == (5, "job 12 is queued again: its time limit is near\n" if is_warning else "")
+    assert (tmp_path / "starts").read_text() == "\n"
+    assert (tmp_path / "run/outcome.json").exists()  # of the attempt that failed: none follows
+    assert not (tmp_path / "run/events.jsonl").exists()
+    assert (tmp_path / "requeued").exists() == is_warning
+
+
+def test_a_stop_while_sinfo_runs_prevents_a_requeue(tmp_path):
+    programs(tmp_path, srun="exit 5", sinfo="touch asked; /bin/sleep 1; echo down", scontrol="touch requeued")
+    assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2)) == (5, "")
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_stop_before_a_start_of_srun_prevents_it(tmp_path):
+    programs(tmp_path, srun="echo >> starts; exit 5", sinfo="", date="touch asked; /bin/sleep 1; echo 1.5")
+    assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2))[0] == 5
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
+@pytest.mark.parametrize("came", ["stopped", "warned"])
+def test_a_signal_from_just_before_srun_started_reaches_it(came, tmp_path):
+    functions, _, _ = batch_script(job_of(), OUTPUT).partition("requeue() {")
+    script = f'{functions}{came}=1; sleep 60 & await "$!"; echo "$ended"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr) == (f"{128 + signal.SIGUSR1}\n", "")
+
+
+def directory_of(folder: Path) -> Path:
+    return folder / "it's 100% \"$HOME"
+
+
 def ran(folder: Path, codes: str, nodes: str = "echo allocated", **options: object) -> tuple[int, list[str]]:
-    """The exit code of a job whose srun ends with these codes in turn, `+` after a checkpoint; the calls by attempt."""
-    directory = folder / "it's 100% \"$HOME"
+    """The exit code of a job and the calls by attempt.
+
+    Its srun ends with these codes in turn, `+` after a checkpoint; `3:5`: a launcher ends with 3, and srun with 5.
+    """
+    directory = directory_of(folder)
     (directory / "checkpoints/step_00000020").mkdir(parents=True)
+    (directory / "logs").mkdir()
     (folder / "codes").write_text(codes.replace(" ", "\n") + "\n")
     srun = (
+        'while [ "${1#--}" != "$1" ]; do shift; done; [ "$1" != sh ] || { echo look >> calls; exec "$@"; }\n'
         'echo "srun $MEGALAUNCH_ATTEMPT" >> calls; read -r code < codes; sed -i 1d codes; cd */\n'
         '[ ! -e outcome.json ] || echo "an old outcome" >> ../calls; touch outcome.json\n'
+        '[ "$code" = "${code#*:}" ] || echo "${code%:*}" > "$MEGALAUNCH_FINAL_CODE"; code="${code#*:}"\n'
         '[ "$code" = "${code%+}" ] || mkdir checkpoints/step_000000$((30 + MEGALAUNCH_ATTEMPT))\nexit "${code%+}"'
     )
     programs(folder, srun=srun, scontrol='echo "$@" >> calls; exit 0', sinfo=nodes, sleep='echo "sleep $1" >> calls')
@@ -191,14 +296,14 @@ def ran(folder: Path, codes: str, nodes: str = "echo allocated", **options: obje
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(["bash", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=30)
     assert done.stderr == ""
+    assert not (directory / "logs/final_code").exists()
     return done.returncode, (folder / "calls").read_text().splitlines()
 
 
 def test_srun_runs_again_after_a_failure_and_its_restarts_are_recorded(tmp_path):
     code, calls = ran(tmp_path, "5 6 0")
     assert (code, calls) == (0, ["srun 0", "sleep 0", "srun 1", "sleep 0.25", "srun 2"])
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    events = list(read_lines(folder / "events.jsonl"))
+    events = list(read_lines(directory_of(tmp_path) / "events.jsonl"))
     assert [event.pop("time") for event in events] == pytest.approx([time.time()] * 2, abs=60)
     reasons = ["srun ended with exit code 5", "srun ended with exit code 6"]
     assert events == [
@@ -213,12 +318,31 @@ def test_the_restarts_in_a_row_are_those_of_the_spec_and_a_new_checkpoint_resets
     assert [call for call in calls if call.startswith("sleep")] == ["sleep 0", "sleep 0.25", "sleep 0", "sleep 0.25"]
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4, 7, 8, 75, 130])
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 7, 8, 75, 130, 143])  # 143: SIGTERM, before Python had started
 def test_an_end_that_no_restart_cures_ends_the_job(tmp_path, code):
     assert ran(tmp_path, str(code)) == (code, ["srun 0"])
 
 
-@pytest.mark.parametrize("state", ["allocated*", "down", "failing"])
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [("3:5", 3), ("2:137", 2), ("75:137", 75), ("5 2:137", 2)],
+    ids=["node 0 among nodes that end with it", "srun kills the others", "a long save", "of the second attempt"],
+)
+def test_a_final_code_of_one_launcher_ends_the_job(codes, code, tmp_path):
+    ended, calls = ran(tmp_path, codes)
+    assert (ended, [call for call in calls if call.startswith("srun")][1:]) == (code, ["srun 1"] * codes.count(" "))
+
+
+@pytest.mark.parametrize(("shared", "code", "more"), [(True, 0, ["sleep 0", "srun 1"]), (False, 2, [])])
+def test_a_node_that_does_not_see_the_run_directory_ends_the_job(shared, code, more, tmp_path):
+    """Its launcher cannot leave its code where the script would find it, and srun kills the others."""
+    if shared:
+        directory_of(tmp_path).mkdir()
+        (directory_of(tmp_path) / "job.sbatch").touch()
+    assert ran(tmp_path, "137 0") == (code, ["srun 0", "look", *more])
+
+
+@pytest.mark.parametrize("state", ["allocated*", "down", "failing", "draining", "drained"])
 def test_the_job_is_queued_again_without_a_node_that_is_down(tmp_path, state):
     code, calls = ran(tmp_path, "1 0", nodes=f"echo 'allocated\n{state}'")
     assert calls[:3] == ["srun 0", "requeue 12", "sleep 60"]

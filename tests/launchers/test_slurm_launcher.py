@@ -151,12 +151,30 @@ def test_a_job_is_submitted_shown_and_stopped(slurm, tmp_path):
     assert slurm.calls[-1] == ["scancel", "12"]
     slurm.job("RUNNING", NodeList="n[1-2]")
     assert call("stop", run.root).stdout == "job 12 saves a checkpoint and ends\n"
-    assert slurm.calls[-1] == ["scancel", "--signal=TERM", "12"]
+    assert slurm.calls[-1] == ["scancel", "--batch", "--signal=USR2", "12"]
     assert call("stop", run.root, "--now").stdout == "job 12 is cancelled\n"
     slurm.job("CANCELLED")
     refused = call("stop", run.root)
     assert refused.exit_code == 2
     assert "is not running: CANCELLED" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["launcher.slurm.signal=USR2@120"], ["--batch", "--signal=USR1"]),
+        (["launcher.slurm.requeue=false"], ["--batch", "--signal=USR2"]),
+        (["launcher.slurm.requeue=false", "launcher.max_restarts=0"], ["--signal=TERM"]),
+    ],
+    ids=["another warning", "a script that restarts", "a script without traps"],
+)
+def test_a_stop_goes_to_a_script_that_takes_it(slurm, tmp_path, options, words):
+    assert train(tmp_path, "--detach", *options).exit_code == 0
+    script = RunDirectory(tmp_path / "run").batch_script.read_text()
+    assert any(line.startswith("trap ") and "stopped=1" in line for line in script.splitlines()) == (len(words) == 2)
+    slurm.job("RUNNING")
+    assert call("stop", tmp_path / "run").exit_code == 0
+    assert slurm.calls[-1] == ["scancel", *words, "12"]
 
 
 def test_a_run_is_shown_until_its_job_ends(slurm, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +65,7 @@ def train(
     Run the same command again to continue. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.
     """
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
+    from megalaunch.runs.final_code import final_code_written
     from megalaunch.runs.prepare_run import prepare_run
     from megalaunch.runs.train import print_commands, train_run
 
@@ -78,7 +80,7 @@ def train(
     if rehearse or run_dir is not None:
         _require_only_rehearsal(rehearse, prepare_only)
     starts = not (dry_run or prepare_only)
-    with StopSignals() as stop:
+    with StopSignals() as stop, final_code_written(os.environ):
         try:
             if rehearse:
                 code = _rehearse(typed, dry_run, run_dir, stop)
@@ -91,7 +93,7 @@ def train(
         except StopBeforeLaunch as stopped:
             typer.echo("stopped before the workers started", err=True)
             code = stopped.exit_code
-    raise typer.Exit(int(code))
+        raise typer.Exit(int(code))
 
 
 def _branch_override(reference: str | None) -> list[str]:

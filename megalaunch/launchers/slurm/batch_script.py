@@ -15,8 +15,6 @@ from megalaunch.schema.slurm import SlurmSpec
 OUTPUT = "slurm-%j.out"  # %j: the number of the job
 WITHOUT_GRES = "none"
 _CONTAINER_PYTHON = "python3"
-
-
 _END_TOGETHER = ("--kill-on-bad-exit=0", "--wait=60")  # seconds after the first launcher that has ended
 
 
@@ -41,7 +39,7 @@ def batch_script(job: Job, output: Path) -> str:
     words = shlex.join(command(job))
     if not restarts_by_script(job):
         return script_text(job, output, words)
-    lines = lines_with_restarts(_srun(job, [*_one_task_a_node(job.nodes), *_END_TOGETHER], words), job)
+    lines = lines_with_restarts(_srun(job, [*_one_task_a_node(job.nodes), *_END_TOGETHER]), words, job)
     return _script(job, output, lines, None)
 
 
@@ -52,11 +50,12 @@ def script_text(job: Job, output: Path, words: str, array: str | None = None) ->
         output: pattern of the file for the job's output.
         array: numbers of the tasks of a job array, such as 0-3.
     """
-    return _script(job, output, lines_once(_srun(job, srun_options(job.nodes), words), job.settings.slurm), array)
+    srun = _srun(job, srun_options(job.nodes))
+    return _script(job, output, lines_once(f"{srun} {words}", job.settings.slurm), array)
 
 
-def _srun(job: Job, options: list[str], words: str) -> str:
-    return f"{shlex.join(['srun', *options, *_task_options(job.settings.slurm)])} {words}"
+def _srun(job: Job, options: list[str]) -> str:
+    return shlex.join(["srun", *options, *_task_options(job.settings.slurm)])
 
 
 def _script(job: Job, output: Path, lines: list[str], array: str | None) -> str:

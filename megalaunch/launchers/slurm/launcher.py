@@ -11,8 +11,11 @@ from megalaunch.launchers.launcher import Job, JobStatus
 from megalaunch.launchers.record import JobRecord, write_record
 from megalaunch.launchers.slurm.batch_script import OUTPUT, batch_script
 from megalaunch.launchers.slurm.commands import check_script, job_status, slurm_command, submit_script
+from megalaunch.launchers.slurm.srun_lines import stop_signal, takes_stop
 from megalaunch.launchers.slurm.tasks import stop_tasks, tasks_output, tasks_status
 from megalaunch.rundir.paths import RunDirectory
+
+_STOP_TASKS = ("--signal=TERM",)
 
 
 class SlurmLauncher:
@@ -33,7 +36,8 @@ class SlurmLauncher:
         check_script(directory.batch_script)
         number = submit_script(directory.batch_script)
         host, output = socket.gethostname(), str(directory.logs / OUTPUT.replace("%j", str(number)))
-        record = JobRecord("slurm", number, job.name, job.nodes, time.time(), host, output)
+        stop = ("--batch", f"--signal={stop_signal(job.settings.slurm)}") if takes_stop(job) else ()
+        record = JobRecord("slurm", number, job.name, job.nodes, time.time(), host, output, options=stop)
         write_record(directory.job, record)
         return record
 
@@ -44,14 +48,14 @@ class SlurmLauncher:
         return job_status(int(record.id))
 
     def stop(self, record: JobRecord, at_once: bool) -> str:
-        """Cancel a pending job; send SIGTERM to the tasks of a running one, which save."""
+        """Cancel a pending job; let the tasks of a running one save: by its script, or by a signal to them."""
         if record.is_task_set:
             return stop_tasks(record, at_once)
         number = str(record.id)
         if at_once or self.status(record).phase != "running":
             slurm_command("scancel", number)
             return f"job {number} is cancelled"
-        slurm_command("scancel", "--signal=TERM", number)
+        slurm_command("scancel", *(record.options or _STOP_TASKS), number)
         return f"job {number} saves a checkpoint and ends"
 
     def output(self, record: JobRecord) -> list[Path]:

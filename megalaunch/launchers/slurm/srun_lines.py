@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator
 
 from megalaunch.launch.supervise import LONGEST_PAUSE, RestartBudget
 from megalaunch.launchers.launcher import Job
-from megalaunch.rundir.environment import ATTEMPT_VARIABLE
-from megalaunch.rundir.outcome import NOT_RESTARTED
+from megalaunch.rundir.environment import ATTEMPT_VARIABLE, FINAL_CODE_VARIABLE
+from megalaunch.rundir.outcome import NOT_RESTARTED, ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.slurm import SlurmSpec
+
+_NO_SIGNAL = '[ "$warned$stopped" = 00 ]'
 
 
 def restarts_by_script(job: Job) -> bool:
@@ -19,8 +22,29 @@ def restarts_by_script(job: Job) -> bool:
 
 
 def requeues(slurm: SlurmSpec) -> bool:
-    """Return whether the script itself queues its job again."""
-    return slurm.requeue and slurm.signal is not None and slurm.max_requeues > 0
+    """Return whether the script itself queues its job again at the time limit."""
+    return _has_requeues(slurm) and slurm.signal is not None
+
+
+def _has_requeues(slurm: SlurmSpec) -> bool:
+    return slurm.requeue and slurm.max_requeues > 0
+
+
+def takes_stop(job: Job) -> bool:
+    """Return whether the script takes the signal to stop: one without traps has a step from its start to its end."""
+    return restarts_by_script(job) or requeues(job.settings.slurm)
+
+
+def stop_signal(slurm: SlurmSpec) -> str:
+    """Return the signal by which a script is told to stop: the one of the two for users that is not the warning.
+
+    Slurm sends SIGTERM to a script that it ends, and to the launchers, which a second signal would keep from saving.
+    """
+    return "USR1" if _warning(slurm) == "USR2" else "USR2"
+
+
+def _warning(slurm: SlurmSpec) -> str:
+    return str(slurm.signal).partition("@")[0]
 
 
 def lines_once(srun: str, slurm: SlurmSpec) -> list[str]:
@@ -31,39 +55,48 @@ def lines_once(srun: str, slurm: SlurmSpec) -> list[str]:
     """
     if not requeues(slurm):
         return [srun]
-    return [*_trap(slurm), *_run(srun), *_end(slurm)]
+    return [*_signals(slurm), *_REQUEUE, f"{srun} &", 'await "$!"; code=$ended', *_end(slurm)]
 
 
-def lines_with_restarts(srun: str, job: Job) -> list[str]:
-    """Return the lines that run srun again after a failure, as often in a row as the spec allows.
+def lines_with_restarts(srun: str, words: str, job: Job) -> list[str]:
+    """Return the lines that run `words` by srun, and again after a failure, as often in a row as the spec allows.
 
     No task is ended for another's failure, so that 75 means a stop. After a failure all launchers end by themselves:
-    what is left a while later, srun ends. The script runs outside of the container of the tasks, where no Python may
-    be. Where a node does not answer, the job is queued again, since Slurm gives it other nodes.
+    what is left a while later, srun kills, and then ends with 137. A launcher that ends for a reason that no restart
+    cures therefore writes its code to a file; the file is there before, as a network file system caches its absence.
+    The script runs outside of the container of the tasks, where no Python may be. Where a node does not answer, the
+    job is queued again, since Slurm gives it other nodes.
     """
     slurm, directory = job.settings.slurm, RunDirectory(job.directory)
-    final = " | ".join(str(int(code)) for code in NOT_RESTARTED)
     pauses = list(_pauses(job))
     return [
-        *(_trap(slurm) if requeues(slurm) else ["warned=0"]),
+        *_signals(slurm),
+        *(_REQUEUE if _has_requeues(slurm) else []),
         *_functions(directory),
         f"pauses=({' '.join(pauses)})  # seconds before each restart in a row",
-        f'export {ATTEMPT_VARIABLE}=0; used=0; newest="$(saved)"',
-        "while :; do",
-        *(f"    {line}" for line in _run(srun)),
-        f'    case "$code" in {final}) break ;; esac',
-        '    [ "$warned" = 0 ] || break',
-        *(f"    {line}" for line in _requeue_without_nodes(slurm)),
+        f"export {ATTEMPT_VARIABLE}=0 {FINAL_CODE_VARIABLE}={shlex.quote(str(directory.final_code))}",
+        f'used=0; newest="$(saved)"; code={int(ExitCode.PREEMPTED)}',
+        f"while {_NO_SIGNAL}; do",
+        f'    : > "${FINAL_CODE_VARIABLE}"',
+        f"    {srun} {words} &",
+        '    await "$!"; code=$ended',
+        f'    final="$(cat "${FINAL_CODE_VARIABLE}")"; code="${{final:-$code}}"; rm -f "${FINAL_CODE_VARIABLE}"',
+        f'    case "$code" in {_pattern(*NOT_RESTARTED, 128 + signal.SIGTERM)}) break ;; esac',
+        f"    {_NO_SIGNAL} || break",
+        *(f"    {line}" for line in (*_requeue_without_nodes(slurm), *_end_without_directory(srun, directory))),
         '    now="$(saved)"; [[ ! "$now" > "$newest" ]] || { newest="$now"; used=0; }',
-        f'    [ "$used" -lt {job.settings.max_restarts} ] || break',
+        f'    [ "$used" -lt {job.settings.max_restarts} ] && {_NO_SIGNAL} || break',
         f'    pause="${{pauses[used < {len(pauses) - 1} ? used : {len(pauses) - 1}]}}"',
-        f"    used=$((used + 1)); {ATTEMPT_VARIABLE}=$(({ATTEMPT_VARIABLE} + 1))",
-        "    restarting",
-        '    sleep "$pause" & wait "$!"',
-        '    [ "$warned" = 0 ] || break',
+        '    sleep "$pause" & await "$!"',
+        f"    {_NO_SIGNAL} || break",
+        "    record_restart",
         "done",
         *(_end(slurm) if requeues(slurm) else ['exit "$code"']),
     ]
+
+
+def _pattern(*codes: int) -> str:
+    return " | ".join(str(int(code)) for code in codes)
 
 
 def _pauses(job: Job) -> Iterator[str]:
@@ -87,7 +120,8 @@ def _functions(directory: RunDirectory) -> list[str]:
         f"    for path in {checkpoints}/step_????????; do :; done",
         '    echo "${path##*/}"',
         "}",
-        "restarting() {",
+        "record_restart() {",
+        f"    used=$((used + 1)); {ATTEMPT_VARIABLE}=$(({ATTEMPT_VARIABLE} + 1))",
         f'    printf "restart %d: {reason}\\n" "${ATTEMPT_VARIABLE}" "$code"',
         f'    printf {shlex.quote(event)} "$(date +%s.%N)" "${ATTEMPT_VARIABLE}" "$code" "$pause" >> {events}',
         f"    rm -f {outcome}  # it is that of the attempt that failed",
@@ -95,42 +129,74 @@ def _functions(directory: RunDirectory) -> list[str]:
     ]
 
 
-def _trap(slurm: SlurmSpec) -> list[str]:
-    name = str(slurm.signal).partition("@")[0]
-    warn = f'trap "" {name}; warned=1; kill -{name} "$srun" 2>/dev/null'
-    return ["warned=0", f"trap '{warn}' {name}  # the time limit is near: the workers save"]
+def _signals(slurm: SlurmSpec) -> list[str]:
+    """Return the lines that take a warning of the time limit and a stop, and `await`, which a signal does not end.
 
-
-def _run(srun: str) -> list[str]:
+    Both reach srun as SIGUSR1, which it passes to the launchers; after a SIGTERM it would kill them. A second signal
+    would end them without a checkpoint, so that only a stop is repeated. `await` also gives a signal to a process that
+    started after it.
+    """
+    warn = """trap 'heard=1; [ "$warned$stopped" != 00 ] || { warned=1; pass_on; }; warned=1' """
+    stop = """trap 'heard=1; stopped=1; [ "$warned" = 1 ] || pass_on' """
     return [
-        f"{srun} &",
-        "srun=$!",
-        'wait "$srun"; code=$?',
-        'if [ "$warned" = 1 ]; then  # the trap ended the wait; 127: srun had ended before',
-        '    wait "$srun"; ended=$?; [ "$ended" -eq 127 ] || code=$ended',
-        "fi",
+        "warned=0; stopped=0; child=",
+        "pass_on() {  # not to a copy of this shell, which would lose it before it becomes the program",
+        '    sleep 1; kill -USR1 "$child" 2>/dev/null',
+        "}",
+        *([f"{warn}{_warning(slurm)}  # the time limit is near: the workers save"] if requeues(slurm) else []),
+        f"{stop}{stop_signal(slurm)}  # megalaunch stop",
+        "await() {  # the exit code of process $1, to `ended`",
+        "    local status; child=$1; ended=127; heard=1",
+        f"    {_NO_SIGNAL} || pass_on",
+        '    while [ "$heard" = 1 ]; do  # a trap ends a wait',
+        '        heard=0; wait "$child" 2>/dev/null; status=$?',
+        '        [ "$status" -eq 127 ] || ended=$status  # 127: it had ended before',
+        "    done",
+        "}",
     ]
 
 
+_REQUEUE = [
+    "requeue() {  # $1: the reason",
+    '    echo "job $SLURM_JOB_ID is queued again: $1"',
+    '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile',
+    "}",
+]
+
+
 def _may_requeue(slurm: SlurmSpec) -> str:
-    return f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {slurm.max_requeues} ]'
-
-
-_REQUEUE = '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile'
+    return f'[ "$stopped" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {slurm.max_requeues} ]'
 
 
 def _requeue_without_nodes(slurm: SlurmSpec) -> list[str]:
     """Return the lines that queue the job again if a node of it is down or does not answer, shown by a star."""
-    if not slurm.requeue or slurm.max_requeues == 0:
+    if not _has_requeues(slurm):
         return []
     states = 'sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%T'
-    return [f"if {states} | grep -q -e down -e fail -e '[*]' && {_may_requeue(slurm)}; then", _REQUEUE, "fi"]
+    return [
+        f"if {states} | grep -q -e down -e drain -e fail -e '[*]' && {_may_requeue(slurm)}; then",
+        '    requeue "a node of it is down, drained or does not answer"',
+        "fi",
+    ]
+
+
+def _end_without_directory(srun: str, directory: RunDirectory) -> list[str]:
+    """Return the lines that end the job if a node does not see the run directory, where its launcher left no code."""
+    refused = int(ExitCode.CONFIGURATION)
+    look = shlex.join(["sh", "-c", f'[ -f "$0" ] || exit {refused}', str(directory.batch_script)])
+    return [
+        f'if [ "${ATTEMPT_VARIABLE}:$code" = 0:{128 + signal.SIGKILL} ]; then',
+        f"    {srun} {look} &",
+        f'    await "$!"; [ "$ended" -ne {refused} ] || {{ code={refused}; break; }}',
+        "fi",
+    ]
 
 
 def _end(slurm: SlurmSpec) -> list[str]:
+    """Return the last lines: after a warning the job is queued again, unless it ended for another reason."""
+    final = _pattern(*(code for code in NOT_RESTARTED if code != ExitCode.PREEMPTED))
     return [
-        f'if [ "$warned" = 1 ] && [ "$code" -ne 0 ] && {_may_requeue(slurm)}; then',
-        _REQUEUE,
-        "fi",
+        f'case "$code" in {final}) exit "$code" ;; esac',
+        f'[ "$warned" = 1 ] && {_may_requeue(slurm)} && requeue "its time limit is near"',
         'exit "$code"',
     ]
