@@ -216,9 +216,12 @@ def test_a_save_without_a_warning_ends_the_job(tmp_path):
 @pytest.mark.parametrize("max_restarts", [0, 3])
 @pytest.mark.parametrize("code", [75, 138])  # 128 + SIGUSR1: Python had not started
 def test_a_stop_reaches_the_launchers_once_and_ends_the_job(max_restarts, code, tmp_path):
-    """The warning that comes during the save would be a second signal, after which they end without a checkpoint."""
+    """A warning during the save would be a second signal, after which they end without a checkpoint.
+
+    The save takes longer than the second for which the script holds a signal back.
+    """
     save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
-    programs(tmp_path, srun=f"echo >> starts; {save}; /bin/sleep 1; exit {code}", scontrol="touch requeued")
+    programs(tmp_path, srun=f"echo >> starts; {save}; /bin/sleep 2.5; exit {code}", scontrol="touch requeued")
     signals = (("started", signal.SIGUSR2), ("saving", signal.SIGUSR1))
     assert ran_with_signals(tmp_path, *signals, max_restarts=max_restarts) == (code, "")
     assert ((tmp_path / "starts").read_text(), (tmp_path / "saves").read_text()) == ("\n", "\n")
@@ -227,7 +230,7 @@ def test_a_stop_reaches_the_launchers_once_and_ends_the_job(max_restarts, code, 
 
 def test_a_stop_after_a_warning_lets_the_save_finish_and_the_job_is_not_queued_again(tmp_path):
     save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
-    programs(tmp_path, srun=f"{save}; /bin/sleep 1; exit 75", scontrol="touch requeued")
+    programs(tmp_path, srun=f"{save}; /bin/sleep 2.5; exit 75", scontrol="touch requeued")
     assert ran_with_signals(tmp_path, ("started", signal.SIGUSR1), ("saving", signal.SIGUSR2)) == (75, "")
     assert (tmp_path / "saves").read_text() == "\n"
     assert not (tmp_path / "requeued").exists()
