@@ -72,7 +72,11 @@ def expected(spec, tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize(
     ("backend", "kernel"),
     [
-        ("flash_attn", "FlashAttention 2 (flash_attn 2.8.3), package flash-attn: chosen by model.attention_backend"),
+        pytest.param(
+            "flash_attn",
+            "FlashAttention 2 (flash_attn 2.8.3), package flash-attn: chosen by model.attention_backend",
+            marks=pytest.mark.slow,
+        ),
         (
             "te",
             "Transformer Engine 2.9.0, Transformer Engine's DotProductAttention: chosen by model.attention_backend",

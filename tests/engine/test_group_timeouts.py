@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint import coordination
 from megalaunch.engine.mesh import make_mesh
@@ -33,12 +34,16 @@ EXPERTS = {"num_experts": 4, "top_k": 2}
 
 @pytest.mark.parametrize(
     ("layout", "moe"),
-    [
+    slow_but(
+        [
+            ({"tp": 2, "pp": 2}, {}),
+            ({"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}, {}),
+            ({"dp": 4, "ep": 2}, EXPERTS),
+            ({"dp": 4, "ep": 2, "etp": 2}, EXPERTS),
+        ],
         ({"tp": 2, "pp": 2}, {}),
-        ({"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}, {}),
-        ({"dp": 4, "ep": 2}, EXPERTS),
         ({"dp": 4, "ep": 2, "etp": 2}, EXPERTS),
-    ],
+    ),
 )
 def test_every_group_of_a_layout_has_it(layout, moe):
     layout = {f"parallel__{key}": size for key, size in layout.items()}

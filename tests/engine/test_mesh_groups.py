@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine import mesh
 from megalaunch.engine.mesh import make_mesh
@@ -67,7 +68,7 @@ def _groups(topology: Topology) -> list[tuple[str, tuple[int, ...]]]:
     return [(group.group_desc.removeprefix("mesh_"), tuple(dist.get_process_group_ranks(group))) for group in groups]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pp2", "tp2cp2", "tp2ep2etp2"))
 def test_each_set_of_ranks_once_for_a_purpose(layout):
     ranks, degrees, moe, expected = LAYOUTS[layout]
     spec = small_spec(**{f"parallel__{key}": value for key, value in {"dp": 1, **degrees}.items()}, model__moe=moe)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from forked_ranks import RanksFailed, run_ranks
 from oracle import small_spec
 from second_device import forward_on, generate_on, register, step_on
+from slow_cases import slow_but
 
 from megalaunch.engine.model.attention import core
 from megalaunch.schema import RunSpec
@@ -93,6 +94,7 @@ STEPS = (
     "tp2 sp",
     "zero2",
 )
+QUICK_FORWARD = ("one rank, packed", "cp2 p2p", "tp2 sp, gpt, loss in chunks", "zero3, recomputed", "pp2 zbv")
 MODEL = {
     "model__vocab_size": 64,
     "model__num_attention_heads": 8,
@@ -117,19 +119,19 @@ def _devices(task: Callable[..., list[torch.Tensor]], *args: Any) -> set[str]:
     return {str(found.device) for found in _on_second_device(task, *args)}
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in STEPS])
+@pytest.mark.parametrize("layout", slow_but([layout for layout in LAYOUTS if layout not in STEPS], *QUICK_FORWARD))
 def test_a_forward_pass_stays_on_the_device(layout):
     spec = _spec(LAYOUTS[layout])
     for rank in {0, spec.cluster.devices_per_node - 1} if spec.parallel.pp > 1 else {0}:
         assert run_ranks(1, _devices, forward_on, spec, rank) == [{"second:0"}], f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", STEPS)
+@pytest.mark.parametrize("layout", slow_but(STEPS, "one rank, gpt", "cp2 a2a, windows and sinks", "zero2"))
 def test_a_whole_step_stays_on_the_device(layout):
     run_ranks(1, _on_second_device, step_on, _spec(LAYOUTS[layout]), 0)
 
 
-@pytest.mark.parametrize("features", [{}, FEATURES, GPT], ids=["plain", "features", "gpt"])
+@pytest.mark.parametrize("features", slow_but([{}, FEATURES, GPT], FEATURES), ids=["plain", "features", "gpt"])
 def test_text_is_generated_on_the_device(features):
     assert run_ranks(1, _devices, generate_on, small_spec(**features)) == [{"second:0"}]
 

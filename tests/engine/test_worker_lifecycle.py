@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from looped_run import events, prepared_directory, ten_steps
+from slow_cases import slow_but
 from token_files import small_tokenizer
 
 from megalaunch.data.errors import DataError
@@ -69,7 +70,7 @@ def test_token_files_that_one_rank_cannot_open(spec, tmp_path):
     assert (outcome.exit_code, outcome.reason) == (3, "train.idx: no such file.")
 
 
-@pytest.mark.parametrize(("rank", "code"), [(0, 4), (1, 0)])
+@pytest.mark.parametrize(("rank", "code"), slow_but([(0, 4), (1, 0)], (0, 4)))
 def test_only_rank_0_reads_the_position(spec, tmp_path, rank, code):
     """What each rank read for itself could fail on one of them alone."""
     live_on(2, with_values(spec, {"train.exit_at_step": 1}), tmp_path)

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 
-def slow_but(cases: Iterable[Any], *quick: Any, every: Iterable[Any] | None = None, one_in: int = 1) -> list[Any]:
+def slow_but(
+    cases: Iterable[Any], *quick: Any, slow: Iterable[Any] = (), every: Iterable[Any] | None = None, one_in: int = 1
+) -> list[Any]:
     """Return the cases in order, each marked slow that is not among `quick`.
 
-    Of those, with `every` all others, and with `one_in` all but one in so many, run only before a release.
+    Those of `slow` run under --all. Of the rest, with `every` all others, and with `one_in` all but one in so many,
+    run only before a release.
     """
-    listed = list(cases)
-    daily = [case for case in listed if case not in quick][::one_in] if every is None else list(every)
+    listed, kept = list(cases), list(slow)
+    others = [case for case in listed if case not in quick and case not in kept]
+    daily = [*kept, *(others[::one_in] if every is None else every)]
     unknown = [case for case in (*quick, *daily) if case not in listed]
     assert not unknown, f"no such cases: {unknown}"
     return [case if case in quick else _marked(case, is_released=case not in daily) for case in listed]

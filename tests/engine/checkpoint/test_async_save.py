@@ -67,6 +67,7 @@ def test_the_same_checkpoints_as_saved_at_once(spec, tmp_path, before_writing):
     assert all(event["waited_seconds"] < SLOW < event["seconds"] for event in beside)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly_from_one_saved_beside(spec, tmp_path, before_writing):
     run_loop(spec, tmp_path / "whole")
     before_writing(lambda step: time.sleep(SLOW))
@@ -88,6 +89,7 @@ def test_a_run_goes_on_exactly_from_one_saved_beside(spec, tmp_path, before_writ
     assert all(torch.equal(mine[name], reference[name]) for name in reference)
 
 
+@pytest.mark.slow
 def test_one_save_at_a_time_and_none_is_left_out(spec, tmp_path, before_writing):
     folder = RunDirectory(tmp_path).checkpoints
 
@@ -165,7 +167,8 @@ def test_such_an_end_tells_of_a_save_that_failed(spec, tmp_path, before_writing)
     assert "step_00000003: a file exceeds the limit on file sizes" in note["message"]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_kill_of_a_rank_in_the_middle(spec, tmp_path, before_writing, monkeypatch, victim):
     run_loop(spec, tmp_path / "whole")
 

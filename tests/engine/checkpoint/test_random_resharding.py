@@ -71,7 +71,7 @@ ZERO3 = {"parallel__data_sharding": "optim_grads_params"}
         pytest.param(EP4, ONE, True, id="ep4 to one rank, beside training"),
         pytest.param(
             EP4, {**ONE, "parallel__dp": 2, "parallel__ep": 2, "parallel__pp": 2, "parallel__schedule": "1f1b"},
-            False, id="ep4 to ep2 pp2",
+            False, id="ep4 to ep2 pp2", marks=pytest.mark.slow,
         ),
         pytest.param(
             {**ONE, **ZERO3, "parallel__dp": 4, "parallel__ep": 2, "parallel__etp": 2},
@@ -91,7 +91,7 @@ def test_experts_go_on_under_another_layout(tmp_path, first, second, beside):
     assert_close(joined(ranks_of(second), loaded, spec_of(second, **EXPERTS), checkpoint), expected)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
+@pytest.mark.parametrize("name", slow_but(["sgd", "lion", "muon"], "muon"))
 def test_other_optimizers_go_on_under_another_layout(tmp_path, name):
     made = {"model__num_layers": 2, "optimizer__name": name}
     expected = joined(2, saved_and_gone_on, spec_of({**ONE, "parallel__tp": 2}, **made), tmp_path, True)
@@ -107,7 +107,8 @@ def assert_close(found: Numbers, expected: Numbers) -> None:
     np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True])
 def test_rows_that_pad_the_vocabulary_are_no_part_of_a_checkpoint(tmp_path, beside):
     """Saved where 512 rows lie over tp 2 and over shards; loaded where they lie over tp 4, and where there are none."""
     model = {"model__vocab_size": 301, "model__num_layers": 2, "model__tie_word_embeddings": beside}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_tensors import blank, reference, require_reference, same_bits, spread, train_a_step, trained_tensors
 from forked_ranks import run_ranks
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.store import (
     CheckpointError,
@@ -33,7 +34,7 @@ def load_spread(directory: Path, layout: str) -> None:
     require_reference(tensors)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(LAYOUTS, (2, "rows"), (4, "grid")))
 def test_every_layout_saves_what_every_layout_loads(tmp_path: Path, ranks: int, layout: str):
     directory = tmp_path / "step_00000007"
     run_ranks(ranks, save_spread, directory, layout)
@@ -62,7 +63,7 @@ def test_copies_are_stored_once(tmp_path: Path):
     assert stored < needed + 4 * 1500  # a header each
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (2, 2), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("data", "tensor"), slow_but([(2, 1), (2, 2), (1, 2), (3, 2)], (3, 2)))
 def test_fsdp_parameters_and_moments(tmp_path: Path, data: int, tensor: int):
     """FSDP2 over tensor shards labels them _StridedShard, and 5 rows over 3 ranks leave uneven ones."""
     directory = tmp_path / "step_00000001"

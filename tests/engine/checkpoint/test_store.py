@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_tensors import reference, require_reference
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint import dcp_storage
 from megalaunch.engine.checkpoint.store import (
@@ -290,7 +291,7 @@ def child_killed_at(point: int, work: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step saved before"])
+@pytest.mark.parametrize("again", slow_but([False, True], False), ids=["a new step", "a step saved before"])
 def test_kill_at_every_point_of_a_save(save: Callable[[int], Path], again: bool):
     torch.set_num_threads(1)  # forks must not inherit a pool
     old = save(1)

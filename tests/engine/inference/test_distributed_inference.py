@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
+from slow_cases import slow_but
 from tiny_run import TEXT, make_run
 from token_files import write_letters
 from typer.testing import CliRunner
@@ -97,7 +98,7 @@ def require_same_texts(found: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("layout", ["tp2sp", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", slow_but(["tp2sp", "pp2", "cp2"], "pp2"))
 def test_texts_of_a_layout(run: RunDirectory, layout: str):
     arguments = (*PROMPTS, "--num-samples", 2, "--max-new-tokens", 9, "--logprobs", 2)
     for more in (("--temperature", 0), ("--seed", 4, "--stop", "t", "--top-k", 40)):
@@ -108,7 +109,7 @@ def test_texts_of_a_layout(run: RunDirectory, layout: str):
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero3dp2"])
+@pytest.mark.parametrize("layout", slow_but(["tp2", "pp2", "cp2", "zero3dp2"], "zero3dp2"))
 def test_loss_of_a_layout(run: RunDirectory, tmp_path: Path, layout: str):
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = (
@@ -137,6 +138,7 @@ LATENT = {
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_texts_of_latent_attention_on_several_ranks(tmp_path: Path):
     moe = {"num_experts": 4, "top_k": 2, "first_k_dense_replace": 1, "shared_ffn_hidden_size": 16}
     run = make_run(tmp_path / "run", steps=(10,), **LATENT, moe=moe, mtp={"num_layers": 1})
@@ -147,6 +149,7 @@ def test_texts_of_latent_attention_on_several_ranks(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_texts_and_loss_of_experts_on_several_ranks(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=(10,), moe={"num_experts": 4, "top_k": 2})
     arguments = (*PROMPTS, *GREEDY, "--logprobs", 1)
@@ -160,6 +163,7 @@ def test_texts_and_loss_of_experts_on_several_ranks(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=(10,), vocab_size=293)  # of the tokenizer's 295
     arguments = (*PROMPTS, *GREEDY, "--logprobs", 1)
@@ -186,6 +190,7 @@ def test_a_folder_of_transformers(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
     for command, code in [
         (("generate", run.root, "--prompt", "x", "--chat"), 2),
@@ -204,16 +209,19 @@ def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
     assert noted.exit_code == 0
 
 
+IMPOSSIBLE = [
+    (["parallel=tp3"], "[parallel.heads_by_tp]"),
+    (["parallel=pp3"], "2 layers are not divisible by pp 3"),
+    (["parallel=tp2", "model.num_layers=4"], "'model.num_layers=4' does not set the layout"),
+    (["parallel=tp2pq"], "there is no parallel=tp2pq"),
+    (["parallel.tpp=2"], "did you mean 'parallel.tp'?"),
+    (["parallel=ep2"], "[parallel.ep_needs_experts]"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["parallel=tp3"], "[parallel.heads_by_tp]"),
-        (["parallel=pp3"], "2 layers are not divisible by pp 3"),
-        (["parallel=tp2", "model.num_layers=4"], "'model.num_layers=4' does not set the layout"),
-        (["parallel=tp2pq"], "there is no parallel=tp2pq"),
-        (["parallel.tpp=2"], "did you mean 'parallel.tp'?"),
-        (["parallel=ep2"], "[parallel.ep_needs_experts]"),
-    ],
+    slow_but(IMPOSSIBLE, IMPOSSIBLE[0], IMPOSSIBLE[4]),
 )
 def test_a_layout_that_cannot_be(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str):
     monkeypatch.setattr(distributed_inference, "run_workers", lambda *_: pytest.fail("nothing may be started"))

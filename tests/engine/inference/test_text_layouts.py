@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
@@ -48,7 +49,7 @@ def written(spec: RunSpec) -> list[list[int]]:
     return tokens_by(text_model)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2", "cp2", "pp2 there and back"))
 def test_text_of_a_layout(name):
     values = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}
     spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": 4, **values})

@@ -40,6 +40,7 @@ def test_chosen_steps_of_a_chosen_rank_are_written(spec, tmp_path):
     assert {"matmul", "communication", "host"} <= kinds
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_inside_profiles_the_rest(spec, tmp_path):
     values = {"logging.profile": "steps:2-3"}
     run_loop(with_values(spec, values | {"train.exit_at_step": 2}), tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_packages import forget_packages, stand_in_for_attention_packages
 from made_specs import resolved
+from slow_cases import slow_but
 from torch.nn.attention import flex_attention as torch_flex_attention
 
 from megalaunch.engine.mesh import Axis
@@ -70,8 +71,11 @@ def _results(backend, mask, values_width=16, **scores) -> list[torch.Tensor]:
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("backend", "scores"), [(name, kind) for name, kinds in SERVED.items() for kind in kinds])
+CASES = [(name, kind, mask) for name, kinds in SERVED.items() for kind in kinds for mask in MASKS]
+QUICK = [case for case in CASES if "flex" not in case or "plain" in case or ("capped sinks" in case and "both" in case)]
+
+
+@pytest.mark.parametrize(("backend", "scores", "mask"), slow_but(CASES, *QUICK))
 def test_a_backend_computes_what_auto_does(backend, scores, mask, flex_backward_on_cpu):
     for found, expected in zip(
         _results(backend, mask, **SCORES[scores]), _results("auto", mask, **SCORES[scores]), strict=True

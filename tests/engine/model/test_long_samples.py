@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "documents, cp2 a2a", "soft caps, dropout"))
+@pytest.mark.parametrize("case", slow_but(CASES, "soft caps, dropout"))
 def test_the_steps_are_those_of_a_dense_mask(case, monkeypatch):
     spec = small_spec(**CASES[case])
     expected = one_process(spec)

@@ -57,7 +57,7 @@ def _trained(spec: RunSpec, fractions: tuple[float, ...]) -> list[dict[str, torc
     return every
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero3", "pp2", one_in=2))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pp2", slow=["zero3"], one_in=2))
 def test_states_in_host_memory_change_no_bit(layout):
     """Names, shapes and values of a checkpoint do not depend on the fraction."""
     spec = small_spec(batch__micro_batch_size=1, **LAYOUTS[layout])

@@ -22,7 +22,7 @@ LAYOUTS = {
     "ep2": {"parallel__dp": 2, "parallel__ep": 2, "model__num_layers": 1, "model__moe": {"num_experts": 4, "top_k": 2}},
 }
 # Quick: each optimizer under one layout, the orthogonalised one under those that shard a matrix.
-QUICK = [("sgd", "pp2"), ("lion", "dp2 zero3"), ("muon", "tp2"), ("muon", "dp2 zero3"), ("no momentum", "dp2 zero3")]
+QUICK = [("sgd", "pp2"), ("lion", "dp2 zero3"), ("muon", "dp2 zero3")]
 CASES = [(name, layout) for name in ("sgd", "lion", "muon") for layout in LAYOUTS]
 
 EXPERTS = {"model__num_layers": 1, "model__moe": {"num_experts": 2, "top_k": 2}}
@@ -33,7 +33,13 @@ SHARDED_TWICE = {
 }
 
 
-DAILY = [*QUICK, ("nesterov", "tp2"), *rotating(("sgd", "lion", "muon"), LAYOUTS, 4)]
+DAILY = [
+    *QUICK,
+    ("muon", "tp2"),
+    ("nesterov", "tp2"),
+    ("no momentum", "dp2 zero3"),
+    *rotating(("sgd", "lion", "muon"), LAYOUTS, 4),
+]
 
 
 @pytest.mark.parametrize(
@@ -43,13 +49,14 @@ def test_updates_equal_one_process(name, layout):
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS[name], **LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("layout", slow_but(list(SHARDED_TWICE), "tp2 zero3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(SHARDED_TWICE))
 def test_muon_under_two_kinds_of_sharding(layout):
     zero3 = {"parallel__data_sharding": "optim_grads_params", **SHARDED_TWICE[layout]}
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS["muon"], **zero3))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_but([False, True], True))
 def test_embedding_and_head_have_their_own_rate(tied):
     """On two stages, where a tied head is a copy; the warmup begins above 0."""
     rates = {"optimizer__embedding_lr": 3e-3, "schedule__warmup_init_lr": 2e-4, "model__tie_word_embeddings": tied}

@@ -50,12 +50,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 CROSSED = ("full", "two layers as one", "parts")
-QUICK = [("full", "tp2 sp"), ("full", "pp2 zero_bubble")]
+QUICK = ("full", "pp2 zero_bubble")
+DAILY = [QUICK, ("full", "tp2 sp"), *rotating(CROSSED, LAYOUTS, 4)]
 
 
 @pytest.mark.parametrize(
     ("choice", "layout"),
-    slow_but(product(CROSSED, LAYOUTS), *QUICK, every=[*QUICK, *rotating(CROSSED, LAYOUTS, 4)]),
+    slow_but(product(CROSSED, LAYOUTS), QUICK, every=DAILY),
 )
 def test_every_layout(layout, choice):
     values = {**LAYOUTS[layout], **CHOICES[choice], "model__vocab_size": 64}

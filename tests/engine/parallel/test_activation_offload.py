@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2 zero3", "pp2", one_in=2))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pp2", slow=["dp2 zero3"], one_in=2))
 def test_every_gradient_is_that_of_one_process(layout):
     spec = small_spec(**{**TWO, **LAYOUTS[layout]})
     hold_to_one_process(spec, prepare=shake)

@@ -60,10 +60,9 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
 QUICK = [
     ("flash", "cp2 ring, sinks"),
     ("math", "cp2 a2a, documents"),
-    ("flash_attn", "tp2 sp, soft caps, documents"),
-    ("te", "cp2 allgather, documents, windows"),
     ("te", "cp2 ring"),
 ]
+SLOW = [("flash_attn", "tp2 sp, soft caps, documents"), ("te", "cp2 allgather, documents, windows")]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +72,7 @@ def packages(monkeypatch):
     forget_packages()
 
 
-@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, one_in=3))
+@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, slow=SLOW, one_in=3))
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
     values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | CASES[backend, layout]

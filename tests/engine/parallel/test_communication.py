@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, small_spec
+from slow_cases import slow_but
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +85,7 @@ def held(ranks: int, layers_only: bool = False) -> int:
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", slow_but([1, 4], 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_two_ranks_send(strategy, microbatches):
     spec = small_spec(
@@ -106,8 +107,8 @@ def test_what_two_ranks_send(strategy, microbatches):
     assert volume == {GATHER: gathered, REDUCE: held(2) * every}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("microbatches", slow_but([1, 2], 2))
+@pytest.mark.parametrize("strategy", slow_but(STRATEGIES[1:], "optim_grads_params"))
 def test_replicas_exchange_a_share_once_a_step(strategy, microbatches):
     """Two copies of two shards: what crosses between the copies is half of the gradients, whatever the strategy."""
     spec = small_spec(
@@ -151,7 +152,7 @@ def test_parameters_are_gathered_a_layer_ahead_or_when_needed():
     assert backward_asked == [HEAD_BACK, HEAD_BACK + LAYER_BACK, HEAD_BACK + 2 * LAYER_BACK]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", slow_but(STRATEGIES, "no_shard", "optim"))
 def test_gradients_are_reduced_beside_the_backward_pass_or_after_it(strategy):
     name = OUTER if strategy == "no_shard" else REDUCE
     beside = _order(parallel__data_sharding=strategy)

@@ -35,7 +35,8 @@ def test_two_ranks(exchange):
     _held_to_one_process(1, 2, 1, exchange)
 
 
-@pytest.mark.parametrize("exchange", slow_but(EXCHANGES, "p2p"))
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_more_ranks_than_key_value_heads(exchange):
     _held_to_one_process(1, 4, 1, exchange, **EIGHT_HEADS)
 

@@ -48,7 +48,7 @@ def _spec(layout: dict[str, Any], **values: Any) -> Any:
     return small_spec(**few_samples({"parallel__dp": 1, **DROPOUT, **sizes, **values}))
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", "cp2 ring", "pp2", one_in=2))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", slow=["cp2 ring", "pp2"], one_in=2))
 def test_every_gradient_is_that_of_one_process(layout):
     hold_to_one_process(_spec(LAYOUTS[layout]))
 
@@ -56,7 +56,7 @@ def test_every_gradient_is_that_of_one_process(layout):
 @pytest.mark.parametrize(
     ("layout", "again"),
     [
-        ("dp2", "full"),
+        pytest.param("dp2", "full", marks=pytest.mark.slow),
         ("cp2 ring", "parts"),
         pytest.param("tp2 sp", "full", marks=pytest.mark.slow),
         pytest.param("tp2 pp2 dp2", "parts", marks=pytest.mark.slow),

@@ -55,6 +55,7 @@ def test_two_ranks(monkeypatch, rows):
     _held_to_one_process(monkeypatch, 2, batch__micro_batch_size=rows)
 
 
+@pytest.mark.slow
 def test_four_ranks(monkeypatch):
     _held_to_one_process(monkeypatch, 4, parallel__cp=4, batch__micro_batch_size=1)
 

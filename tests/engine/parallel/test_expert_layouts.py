@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import hold_to_one_process, small_spec
+from slow_cases import slow_but
 
 SMALL = {"model__vocab_size": 64, "model__moe": {"num_experts": 4, "top_k": 2}}
 EXPERTS_IN_HALVES = {"parallel__dp": 2, "parallel__ep": 2}
@@ -21,7 +22,7 @@ def hold(dispatcher: str, layout: dict[str, object], **values: object) -> None:
     "layout",
     [
         pytest.param(EXPERTS_IN_HALVES, id="ep2"),
-        pytest.param({**TENSOR, "parallel__ep": 2}, id="ep2 over tp2"),
+        pytest.param({**TENSOR, "parallel__ep": 2}, id="ep2 over tp2", marks=slow),
         pytest.param({"parallel__dp": 4, "parallel__ep": 2, "parallel__etp": 2}, id="ep2 etp2", marks=slow),
     ],
 )
@@ -35,7 +36,7 @@ def test_tokens_are_sent_to_experts(dispatcher, layout):
     [
         pytest.param({"parallel__dp": 4, "parallel__ep": 4}, id="ep4", marks=slow),
         pytest.param({"parallel__dp": 2, "parallel__etp": 2}, id="etp2"),
-        pytest.param({"parallel__dp": 1, "parallel__cp": 2, "parallel__ep": 2}, id="ep2 over cp2"),
+        pytest.param({"parallel__dp": 1, "parallel__cp": 2, "parallel__ep": 2}, id="ep2 over cp2", marks=slow),
         pytest.param({**TENSOR, "parallel__dp": 2, "parallel__ep": 2}, id="ep2 dp2 tp2", marks=slow),
         pytest.param({**TENSOR, "parallel__ep": 2, "recompute__granularity": "full"}, id="recomputed", marks=slow),
     ],
@@ -45,23 +46,26 @@ def test_axes(layout):
 
 
 @pytest.mark.parametrize(
-    "sharding", ["no_shard", "optim", pytest.param("optim_grads", marks=slow), "optim_grads_params"]
+    "sharding", slow_but(["no_shard", "optim", "optim_grads", "optim_grads_params"], "optim_grads_params")
 )
 def test_experts_are_sharded_over_the_ranks_that_hold_them(sharding):
     hold("alltoall", FOUR_RANKS, parallel__data_sharding=sharding)
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("optim", marks=slow), "optim_grads"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads"])
 def test_hybrid_sharding(sharding):
     """Two replicas of all parameters: experts have one shard each."""
     hold("alltoall", FOUR_RANKS, parallel__data_sharding=sharding, parallel__dp_replicate=2)
 
 
+@pytest.mark.slow
 def test_without_expert_parallelism_experts_are_sharded_over_tensor_parallel_ranks_too():
     layout = {**TENSOR, "parallel__dp": 2, "batch__micro_batch_size": 1}
     hold("alltoall", layout, parallel__data_sharding="optim_grads_params")
 
 
+@pytest.mark.slow
 def test_fewer_experts_than_ranks_are_sharded_within():
     """Two experts on each of four ranks: their rows are sharded."""
     layout = {"parallel__dp": 4, "batch__micro_batch_size": 1, "parallel__data_sharding": "optim_grads_params"}
@@ -70,14 +74,10 @@ def test_fewer_experts_than_ranks_are_sharded_within():
 
 @pytest.mark.parametrize(
     ("schedule", "vpp"),
-    [
-        ("1f1b", 1),
-        pytest.param("gpipe", 1, marks=slow),
-        pytest.param("interleaved", 2, marks=slow),
+    slow_but(
+        [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)],
         ("zero_bubble", 2),
-        pytest.param("zbv", 2, marks=slow),
-        pytest.param("dualpipev", 2, marks=slow),
-    ],
+    ),
 )
 def test_pipelines(schedule, vpp):
     hold("alltoall", TWO_STAGES, parallel__schedule=schedule, parallel__vpp=vpp)

@@ -69,7 +69,7 @@ PIPELINE = {**EP2, "parallel__pp": 2, "model__num_layers": 4, "batch__micro_batc
     [
         pytest.param(SHARED, EP2, id="shared"),
         pytest.param(SHARED, {**EP2, "recompute__granularity": "full"}, id="recomputed", marks=slow),
-        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "1f1b"}, id="1f1b"),
+        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "1f1b"}, id="1f1b", marks=slow),
         pytest.param(
             MOE, {**PIPELINE, "parallel__schedule": "zero_bubble", "parallel__vpp": 2}, id="zero bubble", marks=slow
         ),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_ranks import run_ranks
 from oracle import small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
@@ -109,7 +110,7 @@ def blocks_of(ep: int, etp: int) -> ExpertBlocks:
     return ExpertBlocks(mesh.expert_parallel, EXPERTS, etp)
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (4, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize(("ep", "etp"), slow_but([(2, 1), (4, 1), (2, 2), (1, 2)], (2, 1), (1, 2)))
 def test_tokens_reach_their_experts_and_return(ep, etp):
     """Both dispatchers, in fp32 and bf16, with tokens and gradients whose memory is strided."""
 

@@ -63,13 +63,12 @@ RECOMPUTED = {
 
 
 PARTS = [("batch", ["norm", "moe"]), ("sequence", ["moe"]), ("sequence", ["norm", "activation", "shared_experts"])]
-QUICK_RECOMPUTED = [(*part, "ep2") for part in PARTS]
-DAILY_RECOMPUTED = [*QUICK_RECOMPUTED, *((*part, name) for part, name in rotating(PARTS, RECOMPUTED, 3))]
+DAILY_RECOMPUTED = [(*part, name) for part, name in [*product(PARTS, ["ep2"]), *rotating(PARTS, RECOMPUTED, 3)]]
 
 
 @pytest.mark.parametrize(
     ("model", "modules", "name"),
-    slow_but([(*part, name) for part in PARTS for name in RECOMPUTED], *QUICK_RECOMPUTED, every=DAILY_RECOMPUTED),
+    slow_but([(*part, name) for part in PARTS for name in RECOMPUTED], (*PARTS[1], "ep2"), every=DAILY_RECOMPUTED),
 )
 def test_recomputed_experts_have_the_numbers_of_one_process(model, modules, name):
     """Tokens are dispatched again in the backward pass; loads and losses are counted once."""
@@ -120,13 +119,14 @@ def alone(model):
 
 
 OTHERS = sorted(LATENT_LAYOUTS.keys() - LAYOUTS.keys())  # each of them daily with latent attention
-QUICK = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp")]
+QUICK = [("sequence", "zero3"), ("batch", "pp2 zero bubble")]
+DAILY = [*product(MODELS, ["zero3", "pp2 zero bubble"]), ("sequence", "ep2tp2sp"), *rotating(MODELS, LAYOUTS, 4)]
 
 
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        *slow_but(product(MODELS, LAYOUTS), *QUICK, every=[*QUICK, *rotating(MODELS, LAYOUTS, 4)]),
+        *slow_but(product(MODELS, LAYOUTS), *QUICK, every=DAILY),
         *slow_but(product(["batch"], OTHERS), every=[("batch", "etp2"), ("batch", "ep2 hsdp")]),
     ],
 )
@@ -147,7 +147,7 @@ HELD_ELSEWHERE = {"ep2 zero2", "ep2 zero1", "ep2dp2", "ep2pp2", "ep2pp2 gpipe", 
 LATENT_DAILY = LATENT_LAYOUTS.keys() - HELD_ELSEWHERE - {"ep2dp2tp2sp", "ep2cp2", "ep2 zero3"}
 
 
-@pytest.mark.parametrize("name", slow_but(list(LATENT_LAYOUTS), "ep2", "ep2tp2sp", every=LATENT_DAILY))
+@pytest.mark.parametrize("name", slow_but(list(LATENT_LAYOUTS), "ep2", every=LATENT_DAILY))
 def test_latent_attention_and_experts_have_the_numbers_of_one_process(name):
     spec = expert_spec(DEEPSEEK, LATENT, **LATENT_LAYOUTS[name])
     every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
@@ -187,7 +187,11 @@ def steps_of(root):
     return [line for line in read_lines(RunDirectory(root).metrics) if "moe_load_max" in line]
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"dp": 1, "tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    slow_but([{"ep": 2}, {"dp": 1, "tp": 2, "sequence_parallel": True}], {"ep": 2}),
+    ids=["ep2", "tp2"],
+)
 def test_a_resumed_run_has_the_same_expert_bias(balanced_run, tmp_path, layout):
     """Five steps under dp2, saved beside training, and five more under another layout, against ten under dp2."""
     spec, whole = balanced_run

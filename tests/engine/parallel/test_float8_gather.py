@@ -45,7 +45,6 @@ DAILY = [("tensorwise", "dp3 zero3 of experts"), *CROSSED]
     slow_but(
         product(RECIPES, LAYOUTS),
         ("tensorwise", "dp3 zero3 of experts"),
-        ("delayed", "dp2 tp2 zero3"),
         every=DAILY,
     ),
 )

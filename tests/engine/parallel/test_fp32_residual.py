@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from forked_ranks import run_ranks
 from oracle import RandomSamples, joined_stages, labels_of, on_ranks, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
@@ -95,7 +96,7 @@ def test_a_step_is_the_one_written_out(one_rank):
     assert _farthest(_run(_spec({}, "compute")).gradients, expected) > 1e-3, "the test would pass with a narrow stream"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pp2"))
 def test_stages_and_ranks_hand_it_on_as_it_is(layout, one_rank):
     found = _run(_spec(LAYOUTS[layout]))
     assert _farthest(found.gradients, one_rank.gradients) < 1e-5
@@ -107,7 +108,7 @@ def test_stages_and_ranks_hand_it_on_as_it_is(layout, one_rank):
 @pytest.mark.parametrize(
     "values",
     [
-        {"parallel__tp": 2, "parallel__sequence_parallel": True},
+        pytest.param({"parallel__tp": 2, "parallel__sequence_parallel": True}, marks=pytest.mark.slow),
         {"parallel__cp": 2, "recompute__granularity": "selective", "recompute__modules": ["norm", "mlp"]},
     ],
 )

@@ -65,9 +65,6 @@ def _spec(**values: Any) -> Any:
     return small_spec(**few_samples({**shape, **values}))
 
 
-QUICK = ("cp2 ring, packed", "tp2 up projections recomputed")
-
-
-@pytest.mark.parametrize("name", slow_but(CASES, *QUICK, one_in=2))
+@pytest.mark.parametrize("name", slow_but(CASES, "tp2 up projections recomputed", slow=["cp2 ring, packed"], one_in=2))
 def test_every_gradient_is_that_of_one_process(name):
     hold_to_one_process(_spec(**CASES[name]), prepare=shake)

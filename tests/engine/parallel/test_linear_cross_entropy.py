@@ -48,10 +48,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "batch__micro_batch_size": 1,
     },
 }
-QUICK = ("one process, capped logits", "a token a chunk", "dp2 zero3, packed", "tp2 sp, tied", "pp2 zero_bubble")
+QUICK = ("one process, capped logits", "a token a chunk", "tp2 sp, tied")
+SLOW = ("dp2 zero3, packed", "pp2 zero_bubble")
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, one_in=2))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, slow=SLOW, one_in=2))
 def test_as_one_process_with_full_logits(name):
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2

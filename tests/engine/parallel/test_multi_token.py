@@ -48,10 +48,11 @@ BASE: dict[str, Any] = {
     "model__num_layers": 2,
     "parallel__dp": 1,
 }
-QUICK = ("one process", "one process, packed, in chunks", "tp2 sp", "cp2, packed", "pp2 1f1b", "pp2 zero_bubble")
+QUICK = ("one process, packed, in chunks", "pp2 zero_bubble")
+SLOW = ("one process", "tp2 sp", "cp2, packed", "pp2 1f1b")
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, one_in=2))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, slow=SLOW, one_in=2))
 def test_layouts_have_the_numbers_of_plain_torch(name):
     hold_to_one_process(small_spec(**few_samples(BASE | LAYOUTS[name])), prepare=shake)
 
@@ -78,6 +79,7 @@ def test_a_depth_has_experts_whose_load_is_balanced():
     assert "mtp.1.layer.mlp.experts.up_proj.weight" in alone[0].gradients
 
 
+@pytest.mark.slow
 def test_experts_of_a_depth_are_sharded():
     plain = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}
     hold_to_one_process(small_spec(**BASE | {"model__moe": plain, "parallel__dp": 2, "parallel__ep": 2}))

@@ -9,7 +9,7 @@ from oracle import hold_to_one_process
 from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
 from slow_cases import slow_but
 
-QUICK, DAILY = 1, 2  # of the layouts drawn: those of the fewest ranks
+DAILY = 2  # of the layouts drawn: those of the fewest ranks
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         option = metafunc.config.getoption
         several = (run for run in random_runs(option("--seed")) if ranks_of(run) > 1)
         drawn = sorted(islice(several, option("--random")), key=ranks_of)
-        cases = slow_but(drawn, *drawn[:QUICK], every=drawn[:DAILY])
+        cases = slow_but(drawn, every=drawn[:DAILY])
         metafunc.parametrize("drawn", cases, ids=name_of)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
+from slow_cases import slow_but
 from torch import Tensor
 
 from megalaunch.engine.collectives import AsyncCollective, ring_shift_async
@@ -66,13 +67,13 @@ def _both_passes() -> tuple[list[str], list[str]]:
     return forward, backward
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
 def test_keys_are_sent_beside_the_block_that_reads_them(ranks):
     for forward, _ in run_ranks(ranks, _both_passes):
         assert forward == ["send keys", "block", "wait for keys"] * (ranks - 1) + ["block"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
 def test_gradients_are_sent_beside_the_next_block(ranks):
     """No shift is left over after the last block: that one is of the rank's own keys."""
     first = ["send keys", "block", "send sums", "wait for keys"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from oracle import assert_same, joined_stages, on_ranks, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.model.dropout import RouterJitter, hash_ids, jitter_factors
 
@@ -35,17 +36,20 @@ def alone():
     return joined_stages(run_ranks(1, on_ranks, jittered_spec(), True))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"parallel__dp": 2, "parallel__ep": 2, "recompute__granularity": "full"},
-        {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__ep": 2},
-        {"parallel__cp": 2, "recompute__granularity": "selective", "recompute__modules": ("moe",)},
-    ],
-    ids=["ep2, recomputed", "ep2tp2", "cp2, experts recomputed"],
-)
+LAYOUTS = {
+    "ep2, recomputed": {"parallel__dp": 2, "parallel__ep": 2, "recompute__granularity": "full"},
+    "ep2tp2": {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__ep": 2},
+    "cp2, experts recomputed": {
+        "parallel__cp": 2,
+        "recompute__granularity": "selective",
+        "recompute__modules": ("moe",),
+    },
+}
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "ep2, recomputed"))
 def test_layouts_have_the_numbers_of_one_process(layout):
-    assert_same(joined_stages(run_ranks(2, on_ranks, jittered_spec(**layout), True)), alone())
+    assert_same(joined_stages(run_ranks(2, on_ranks, jittered_spec(**LAYOUTS[layout]), True)), alone())
 
 
 def test_it_changes_the_losses():

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from forked_ranks import run_ranks
 from oracle import assert_same, joined_stages, on_ranks, small_spec
+from slow_cases import slow_but
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "choice": "sinkhorn", "normalize_top_k": False}
 
@@ -21,6 +22,9 @@ def alone():
     return joined_stages(run_ranks(1, on_ranks, balanced_spec(), True))
 
 
-@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2, "sequence_parallel": True, "ep": 2}], ids=["cp2", "tp2 ep2"])
+LAYOUTS = {"cp2": {"cp": 2}, "tp2 ep2": {"tp": 2, "sequence_parallel": True, "ep": 2}}
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 ep2"))
 def test_layouts_have_the_numbers_of_one_process(layout):
-    assert_same(joined_stages(run_ranks(2, on_ranks, balanced_spec(**layout), True)), alone())
+    assert_same(joined_stages(run_ranks(2, on_ranks, balanced_spec(**LAYOUTS[layout]), True)), alone())

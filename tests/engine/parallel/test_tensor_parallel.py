@@ -14,7 +14,7 @@ def _held_to_one_process(dp: int, tp: int, sequence_parallel: bool, **values: ob
     hold_to_one_process(small_spec(**few_samples({"model__vocab_size": VOCABULARY, **values})))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", slow_but([False, True], True))
 @pytest.mark.parametrize("dp", slow_but([1, 2], 1))
 def test_two_ranks(dp, sequence_parallel):
     _held_to_one_process(dp, 2, sequence_parallel)
@@ -26,6 +26,7 @@ def test_with_other_shardings_and_accumulation(sharding):
     _held_to_one_process(2, 2, True, parallel__data_sharding=sharding, batch__micro_batch_size=1)
 
 
+@pytest.mark.slow  # with padded rows below
 def test_tied_embeddings():
     _held_to_one_process(2, 2, True, model__tie_word_embeddings=True)
 
@@ -58,7 +59,10 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
     ("dp", "tp", "values"),
     [
         (2, 2, {"parallel__data_sharding": "optim_grads_params", "model__tie_word_embeddings": True}),
-        (1, 4, {"model__num_attention_heads": 8, "train__loss_chunks": 3, "model__final_logit_softcapping": 20.0}),
+        pytest.param(
+            *(1, 4, {"model__num_attention_heads": 8, "train__loss_chunks": 3, "model__final_logit_softcapping": 20.0}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             1,
             2,

@@ -48,14 +48,13 @@ def library(monkeypatch):
     install_stand_in(monkeypatch)
 
 
-QUICK = ("one rank", "ep2", "etp2", "ep2 by all-gather", "padded to a capacity", "experts recomputed")
 BEFORE_A_RELEASE = {
     *("dp2 optim", "a capacity", "a capacity on one rank", "layers recomputed", "tp2 without ep", "shared experts"),
     "ep2 over tp2",
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK, every=CASES.keys() - BEFORE_A_RELEASE))
+@pytest.mark.parametrize("case", slow_but(CASES, "one rank", "ep2", every=CASES.keys() - BEFORE_A_RELEASE))
 def test_the_numbers_are_those_of_native_experts(case):
     layout, values = CASES[case]
     values = {"model__moe": MOE, "model__num_layers": 2, "batch__micro_batch_size": 2, **values}
@@ -70,6 +69,7 @@ def test_the_numbers_are_those_of_native_experts(case):
     assert found.casts == 4 * (len(found.layers) + len(found.experts)), "once in each of three steps, and in validation"
 
 
+@pytest.mark.slow
 def test_tensorwise_scales_are_those_of_native_experts():
     """One scale for each matrix and for the rows of each expert: on one rank both have the same."""
     native = float8_spec({}, "tensorwise", model__moe=MOE)

@@ -57,7 +57,7 @@ def _work(spec: RunSpec) -> Counter[str]:
     "tensor",
     [
         pytest.param({"parallel__tp": 2}, marks=pytest.mark.slow),
-        {"parallel__tp": 2, "parallel__sequence_parallel": True},
+        pytest.param({"parallel__tp": 2, "parallel__sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param(
             {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
             marks=pytest.mark.slow,
@@ -106,6 +106,7 @@ def test_a_weight_pass_uses_what_the_input_pass_gathered_of_the_same_gradient(sa
         assert error < 1e-5
 
 
+@pytest.mark.slow
 def test_overlapped_rings_under_zero_bubble_equal_one_process():
     hold_to_one_process(
         small_spec(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from oracle import on_ranks, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.precision.backend_flags import set_backend_flags
 
@@ -54,7 +55,7 @@ def _deterministic_step(values: dict[str, object]) -> tuple[list[object], list[o
     return [free.losses, free.gradients], [held.losses, held.gradients]
 
 
-@pytest.mark.parametrize("model", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", slow_but([{}, MOE], MOE), ids=["dense", "experts"])
 def test_on_cpus_the_numbers_stay(model):
     (((losses, gradients), (held_losses, held_gradients)),) = run_ranks(
         1, _deterministic_step, model | {"train__deterministic": True}

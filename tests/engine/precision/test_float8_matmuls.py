@@ -110,7 +110,6 @@ def test_weight_gradients_in_16_bits_are_of_the_operands_themselves(recipe):
     slow_but(
         [("tensorwise", False), ("rowwise", False), ("blockwise", True), ("mxfp8", True)],
         ("tensorwise", False),
-        ("mxfp8", True),
     ),
 )
 def test_a_compiled_layer_has_the_numbers_of_an_eager_one(recipe, emulate):

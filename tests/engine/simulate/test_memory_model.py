@@ -278,9 +278,7 @@ def _predicted(case: Case) -> Memory:
     return memory_by_rank(case.spec)[case.rank // (topology.world // topology.pp)]
 
 
-QUICK = {
-    (case.platform, case.moment, MATH in case.overrides): case for case in CASES if case.shape != EXPERTS
-}.values()  # one of each moment
+ONE_EACH = {(case.platform, case.moment, MATH in case.overrides): case for case in CASES if case.shape != EXPERTS}
 BLOCKWISE = Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_blockwise")
 SGD = Case("dp", 1, (2, 1, 256), GRAD_REDUCE, ("optimizer=sgd",))
 CASES += [
@@ -300,7 +298,10 @@ def _traits(case: Case) -> set[object]:
     return {case.layout, case.moment, case.shape, (case.platform, case.precision), *case.overrides}
 
 
-CASES_OF_ALL = slow_but(CASES, *QUICK, BUSIEST, BLOCKWISE, SGD, every=covering(CASES, _traits))
+# One of each moment on GPUs, one on processors, and one of experts.
+MOMENTS = {case.moment: case for case in ONE_EACH.values() if case.platform == "h100" and MATH not in case.overrides}
+QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST]
+CASES_OF_ALL = slow_but(CASES, *QUICK, slow=[*ONE_EACH.values(), BLOCKWISE], every=covering(CASES, _traits))
 
 
 @pytest.mark.parametrize("case", CASES_OF_ALL, ids=lambda case: case.name)

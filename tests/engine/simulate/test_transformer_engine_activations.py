@@ -11,6 +11,7 @@ import transformer_engine_stand_in as stand_in
 from forked_ranks import run_ranks
 from live_bytes import LiveBytes
 from oracle import rank_mesh
+from slow_cases import slow_but
 from transformer_engine_runs import install_stand_in, library_spec
 
 from megalaunch.engine.model.build import build_decoder
@@ -44,7 +45,7 @@ def _kept(spec: Any) -> int:
         return live.total
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", slow_but(SHAPES, "dense", "shared experts"))
 def test_a_layer_keeps_what_the_table_says(shape, monkeypatch):
     install_stand_in(monkeypatch)
     batch = {"batch__sequence_length": TOKENS, "batch__micro_batch_size": 1}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from looped_run import Rank, events, metrics, run_loop, ten_steps
+from slow_cases import slow_but
 
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.checkpoint.store import read_tensors
@@ -112,6 +113,7 @@ def test_a_rewind_leaves_out_batches_and_is_exact_on_resume(spec, tmp_path):
     assert len(events(root, "bad_step")) == 1  # known from bad_steps.json
 
 
+@pytest.mark.slow
 def test_the_budget_of_bad_steps_ends_the_run(spec, tmp_path):
     ending = run_loop(with_values(spec, {"train.bad_step_action": "skip", "train.max_bad_steps": 0}), tmp_path, spiky)
     assert (int(ending.exit_code), ending.step) == (7, BAD - 1)
@@ -141,7 +143,7 @@ def test_a_loss_that_is_not_finite_before_a_checkpoint_is_skipped(spec, tmp_path
     )
 
 
-@pytest.mark.parametrize("transient", [False, True])
+@pytest.mark.parametrize("transient", slow_but([False, True], True))
 def test_a_bad_step_is_computed_again(spec, tmp_path, monkeypatch, transient):
     real, calls = SingleStage.train, []
 

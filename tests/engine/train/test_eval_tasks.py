@@ -90,6 +90,7 @@ def test_of_tasks_in_a_folder_only_the_folder_is_read(spec):
     assert index_tasks(TASKS, Path(spec.train.eval_tasks.include_path)).all_tasks == sorted(TASKS)
 
 
+@pytest.mark.slow
 def test_an_unknown_task_ends_the_run_before_its_first_step(spec, tmp_path):
     end = run_loop(with_values(spec, {"train.eval_tasks.names": ("no_such_task",)}), tmp_path, timeout=300)
     assert (end.exit_code, end.step) == (ExitCode.CONFIGURATION, 0)

@@ -86,7 +86,7 @@ def test_small_gradients_need_the_scale():
     assert max(scaled.values()) < ROUNDING < max(unscaled.values())
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one process", "zero3", "tp2 sp", "pp3", one_in=2))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one process", "zero3", slow=["tp2 sp", "pp3"], one_in=2))
 def test_every_layout_trains_in_fp16_as_in_bf16(layout):
     fp16, bf16 = (_numbers(compute, **LAYOUTS[layout]) for compute in ("fp16", "bf16"))
     np.testing.assert_allclose(fp16.losses, bf16.losses, rtol=1e-3)
@@ -146,7 +146,7 @@ def _summary(result: StepResult) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(
-    "layout", slow_but({name: LAYOUTS[name] for name in ("zero3", "tp2 sp", "pp3", "cp2")}, "zero3", "pp3")
+    "layout", slow_but({name: LAYOUTS[name] for name in ("zero3", "tp2 sp", "pp3", "cp2")}, "zero3")
 )
 def test_an_overflow_on_one_rank_skips_on_all(layout):
     """The second of three steps: weights and the number of updates stay, the schedule waits, the scale halves."""
@@ -192,6 +192,7 @@ def scaled(tmp_path_factory) -> RunSpec:
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_scale(scaled, tmp_path):
     """Exactly, and under another layout with the same scale, skipped steps, and losses to the rounding of fp16."""
     run_loop(scaled, tmp_path / "whole")

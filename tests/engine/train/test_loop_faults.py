@@ -8,6 +8,7 @@ import signal
 
 import pytest
 from looped_run import Rank, events, metrics, run_loop, ten_steps
+from slow_cases import slow_but
 
 from megalaunch.data.errors import DataError
 from megalaunch.engine.train import checkpointer as saver_module
@@ -78,6 +79,7 @@ def test_a_stop_during_a_save_needs_no_second_one(spec, tmp_path, monkeypatch):
     assert [event["step"] for event in events(tmp_path, "checkpoint")] == [2]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_metrics_ends_all_ranks_and_loses_no_line(spec, tmp_path, monkeypatch):
     saving = with_values(spec, {"checkpoint.interval": 2})
 
@@ -160,7 +162,7 @@ def test_a_long_validation_shows_that_it_moves(spec, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("precision", "strategy", "row"),
-    [("fp32", "optim_grads_params", 0), ("bf16", "optim", 16)],
+    slow_but([("fp32", "optim_grads_params", 0), ("bf16", "optim", 16)], ("fp32", "optim_grads_params", 0)),
     ids=["at_once", "later"],
 )
 def test_a_validation_cut_short_leaves_the_weights_as_they_are_saved(spec, tmp_path, precision, strategy, row):
@@ -182,7 +184,7 @@ def test_a_validation_cut_short_leaves_the_weights_as_they_are_saved(spec, tmp_p
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("limit", "code", "step"), [(3, 7, 4), (0, 0, 10)])
+@pytest.mark.parametrize(("limit", "code", "step"), slow_but([(3, 7, 4), (0, 0, 10)], (3, 7, 4)))
 def test_gradients_of_exactly_0_are_warned_of_and_end_the_run(spec, tmp_path, limit, code, step):
     """A learning rate far too high: from step 2 on nothing is learned, and no number says so."""
     values = {"optimizer.lr": 1e4, "optimizer.weight_decay": 0.0, "schedule.warmup_steps": 0}

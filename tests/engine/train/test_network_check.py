@@ -11,6 +11,7 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from looped_run import prepared_directory
 from oracle import rank_mesh, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.train import network_check
 from megalaunch.engine.train.network_check import Link, SlowPart, check_network, find_slow
@@ -88,7 +89,7 @@ def slow_exchanges(ranks: set[int], seconds: float) -> Callable[[int], None]:
     return spoil
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "ranks"), [(3, 1, {1}), (4, 1, {2}), (3, 2, {5})])
+@pytest.mark.parametrize(("nodes", "per_node", "ranks"), slow_but([(3, 1, {1}), (4, 1, {2}), (3, 2, {5})], (3, 1, {1})))
 def test_a_node_behind_a_slow_adapter_is_named(tmp_path, nodes, per_node, ranks):
     """Also if only one of its devices is."""
     (event,) = measured(several_nodes(nodes, per_node), tmp_path / "run", slow_exchanges(ranks, 20.0))

@@ -153,7 +153,7 @@ LAYOUTS = {
 DAILY = LAYOUTS.keys() - {"zero0 of four", "hsdp2 zero1", "hsdp2 zero2"}
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero0", "tp2 sp", "hsdp2 zero3", every=DAILY))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero0", every=DAILY))
 def test_every_layout_of_replicas_equals_one_process(layout):
     values = {f"parallel__{key}": value for key, value in LAYOUTS[layout].items()}
     tied, name = "pp" in layout, "muon" if "muon" in layout else "adamw"

@@ -85,6 +85,7 @@ def test_other_replicas_than_those_of_the_checkpoint_are_refused(tmp_path):
         run_loop(with_values(spec, {"parallel.outer_steps": 0}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_outer_weights_of_replicas_are_compared(tmp_path):
 
     def flip(rank: Rank) -> None:

@@ -72,7 +72,10 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize(("compute", "reduce"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+MIXED = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
+
+
+@pytest.mark.parametrize(("compute", "reduce"), slow_but(MIXED, ("bf16", "fp32")))
 def test_formats(compute, reduce):
     spec = small_spec(parallel__dp=2, precision__compute_dtype=compute, precision__grad_reduce_dtype=reduce)
     names = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
@@ -117,7 +120,7 @@ def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
 DAILY = SUMMED_ONCE.keys() - {"zero1, reduced afterwards", "zero2 with replicas", "experts"}
 
 
-@pytest.mark.parametrize("layout", slow_but(SUMMED_ONCE, "one process", "zero1", every=DAILY))
+@pytest.mark.parametrize("layout", slow_but(SUMMED_ONCE, "zero1", every=DAILY))
 def test_microbatches_are_added_up_in_fp32_whatever_ranks_exchange(layout):
     """Exchanged in bf16 a gradient is rounded once on its way; added up in bf16 it would be after each of 16."""
     values = {
@@ -131,7 +134,7 @@ def test_microbatches_are_added_up_in_fp32_whatever_ranks_exchange(layout):
     assert error == 0 if alone else 0 < error < ROUNDED_ONCE, f"{error:.2e}"
 
 
-@pytest.mark.parametrize("strategy", ["one process", "pp3 zero1", "sharded"])
+@pytest.mark.parametrize("strategy", slow_but(["one process", "pp3 zero1", "sharded"], "one process", "sharded"))
 def test_gradients_that_accumulate_unsharded_do_so_in_grad_dtype(strategy):
     """Each of 16 sums is rounded to 8 bits; sharded gradients (ZeRO-2 and 3 without a pipeline) accumulate in fp32."""
     sharded = {"parallel__dp": 2, "parallel__data_sharding": "optim_grads"}
@@ -242,7 +245,7 @@ MAIN_IN_BF16 = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(MAIN_IN_BF16, "zero3", "tp2"))
+@pytest.mark.parametrize("layout", slow_but(MAIN_IN_BF16, "zero3"))
 def test_main_params_in_bf16_are_those_of_every_layout(layout):
     """Gradients are computed in fp32 here, so that layouts agree but where a sum falls on the border of a rounding."""
     values = {"precision__main_params_dtype": "bf16", "batch__micro_batch_size": 4, **MAIN_IN_BF16[layout]}
@@ -261,7 +264,7 @@ def test_main_params_in_bf16_are_those_of_every_layout(layout):
     assert unequal < 0.02 * sum(value.size for name, value in one.items() if name.startswith("model."))
 
 
-@pytest.mark.parametrize("layout", [{"parallel__dp": 2}, {"parallel__tp": 2}])
+@pytest.mark.parametrize("layout", slow_but([{"parallel__dp": 2}, {"parallel__tp": 2}], {"parallel__dp": 2}))
 def test_moments_in_bf16_are_those_of_every_layout(layout):
     """Each update is computed in fp32, its moments are rounded once: layouts differ by a rounding, fp32 by a few.
 

@@ -44,7 +44,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp2", "pp2 1f1b"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "pp2 1f1b"))
 def test_a_layout_trains_as_one_process(name):
     hold_to_one_process(small_spec(batch__rampup_batch_size=RAMP, **LAYOUTS[name]))
 
@@ -85,6 +85,7 @@ def spec(tmp_path_factory) -> RunSpec:
     return with_values(whole, ramp)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_the_ramp_goes_on_exactly(spec, tmp_path):
     assert [len(samples_of_step(spec, step)) for step in range(1, 6)] == [4, 4, 6, 6, 8]
     assert run_loop(spec, tmp_path / "whole").reason == "finished all 10 steps"

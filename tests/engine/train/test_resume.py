@@ -68,6 +68,7 @@ def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
     assert [line["step"] for line in metrics(tmp_path / "whole") if "validation_loss" in line] == [3, 6, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly_with_other_states_in_host_memory(spec, whole, tmp_path):
     """Saved with all optimizer states in host memory, resumed with half of them there."""
     for fraction, last in ((1.0, 4), (0.5, None)):
@@ -77,6 +78,7 @@ def test_a_run_goes_on_exactly_with_other_states_in_host_memory(spec, whole, tmp
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.slow
 def test_resume_with_a_padded_vocabulary_is_exact(spec, tmp_path):
     """No checkpoint holds the rows that pad 61 tokens over two ranks: they are not what memory happens to hold."""
     tensor = with_values(spec, {"parallel.dp": 1, "parallel.tp": 2})
@@ -117,6 +119,7 @@ def test_lines_past_the_loaded_step_are_cut_and_a_missed_validation_is_made_up(s
     assert [(cut["after_step"], cut["lines"]) for cut in cuts] == [(3, 2)]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(spec, tmp_path):
     saving = with_values(spec, {"checkpoint.interval": 4})
     run(saving, tmp_path / "whole")
@@ -267,7 +270,8 @@ def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path
     ]
 
 
-@pytest.mark.parametrize("tp", slow_but([1, 2], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_rows_beyond_the_vocabulary_that_a_run_began_with_are_padding(spec, tmp_path, tp):
     """Whatever stands in them, after a resume too: a run with 64 rows of weights that know 61 tokens."""
 

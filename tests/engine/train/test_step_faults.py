@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import RanksFailed, run_ranks
 from oracle import RandomSamples, small_spec
+from slow_cases import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.data.errors import DataError
@@ -167,7 +168,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("exchange", [0, 5, 30])
+@pytest.mark.parametrize("exchange", slow_but([0, 5, 30], 5))
 def test_a_lost_rank_is_an_error_of_the_others_and_no_end_on_purpose(tmp_path, exchange):
     """The result of an exchange that failed is never read: it would be memory that holds anything, NaN too."""
     with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):

@@ -74,6 +74,7 @@ def test_a_rank_that_waits_for_its_tokens_is_named(tmp_path):
     assert first["speed"] < 0.9
 
 
+@pytest.mark.slow
 def test_a_host_of_slow_ranks_is_one_place(tmp_path):
     def slow_host(rank: Rank) -> None:
         stragglers.time_matmuls = lambda *_, **__: 3.0 if rank.rank else 1.0

@@ -65,6 +65,7 @@ def test_the_odd_one_of_three_replicas_is_named(tmp_path):
     assert RunDirectory(tmp_path / "run").checkpoint(10).is_dir()
 
 
+@pytest.mark.slow
 def test_of_two_replicas_over_tp_one_is_wrong(tmp_path):
     spec = spec_of(tmp_path, parallel__dp=1, parallel__tp=2, checkpoint__interval=0)
     ending = run_loop(spec, tmp_path / "run", lambda rank: flip_on(rank, 0, "layers.1.mlp_norm.weight"))
