@@ -96,7 +96,7 @@ READS = Counter(
 ROW_COUNTS = ("to host", "expert_parallel.py:read_row_counts")
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "moe ep2", every=LAYOUTS.keys() - {"one"}))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, every=LAYOUTS.keys() - {"one"}))
 def test_the_host_waits_only_to_read_the_step_s_statistics(name, in_fresh_process):
     """A dropless all-to-all reads its row counts too: once per layer and microbatch.
 
@@ -109,6 +109,7 @@ def test_the_host_waits_only_to_read_the_step_s_statistics(name, in_fresh_proces
     assert [garbage for _, garbage in ranks] == [0] * len(ranks)
 
 
+@pytest.mark.slow
 def test_the_lengths_of_pieces_are_copied_without_a_wait(in_fresh_process):
     """For attention by a package, of which none computes on this device."""
     assert in_fresh_process(_piece_ends) == ([0, 3, 8], [])
@@ -122,6 +123,7 @@ def _piece_ends() -> tuple[list[int], list[tuple[str, str]]]:
     return ends.tolist(), syncs.found
 
 
+@pytest.mark.slow
 def test_the_mode_sees_what_waits(in_fresh_process):
     assert in_fresh_process(_seen) == [
         "item", "to host", "to host", "from pageable memory", "nonzero", "item", "boolean index",

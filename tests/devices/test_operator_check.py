@@ -96,6 +96,7 @@ def test_right_operators_pass(tmp_path, entry):
     assert f"vendor.norm:{entry.lower()}" in done.stdout
 
 
+@pytest.mark.slow  # tests/engine/test_operator_check.py proves it on the processor
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
@@ -116,10 +117,11 @@ def test_a_wrong_override_is_named(tmp_path, entry, named):
     assert named in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "message"),
     [
-        pytest.param("npu", "npu cannot be checked here: torch_npu cannot be used", marks=pytest.mark.slow),
+        ("npu", "npu cannot be checked here: torch_npu cannot be used"),
         ("nowhere", "no platform has torch's device type"),
     ],
 )

@@ -99,6 +99,7 @@ def run(site: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_planner_and_the_checker_know_it(site, tmp_path):
     for option in ("warp", "warp9"):
         plan = run(site, tmp_path, "plan", "recipe=llama3_8b", f"platform={option}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from installed_package import install_package
+from slow_cases import slow_but
 
 from megalaunch.launch.failure import Failure, name_broken_backend
 from megalaunch.platform.packages import Package, inspect_packages
@@ -89,12 +90,13 @@ CASES = {
 @pytest.mark.parametrize(
     ("entry", "names"),
     [
-        ("vendor.fails:PLUGIN", (*QUICK, "doctor")),
+        pytest.param("vendor.fails:PLUGIN", (*QUICK, "doctor"), marks=pytest.mark.slow),
         ("vendor.platform:NO_CLASS", ("plan",)),
         ("vendor.overrides:ABSENT", ("train",)),
         ("vendor.overrides:NO_FUNCTION", ("validate-config",)),
-        ("vendor.overrides:NARROW", QUICK),
-        ("vendor.overrides:BROKEN", ("doctor", "platform")),  # what only an import shows
+        pytest.param("vendor.overrides:NARROW", QUICK, marks=pytest.mark.slow),
+        # What only an import shows.
+        pytest.param("vendor.overrides:BROKEN", ("doctor", "platform"), marks=pytest.mark.slow),
         pytest.param("vendor.fails:PLUGIN", ("platform",), marks=pytest.mark.slow),
         pytest.param("vendor.platform:NO_CLASS", ("doctor", "platform"), marks=pytest.mark.slow),
         pytest.param("vendor.overrides:NARROW", ("doctor", "platform"), marks=pytest.mark.slow),
@@ -144,7 +146,7 @@ BROKEN_TORCH = (
 )
 
 
-@pytest.mark.parametrize("name", ["doctor", "run", "platform"])
+@pytest.mark.parametrize("name", slow_but(["doctor", "run", "platform"], "platform"))
 def test_a_package_that_breaks_the_import_of_torch_is_named(tmp_path, name):
     code, text = run_command(tmp_path, name, "vendor.fails:autoload")
     assert all(part in text for part in BROKEN_TORCH), text

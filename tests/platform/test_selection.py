@@ -109,6 +109,7 @@ def test_a_chip_of_another_machine_names_the_missing_package(machine):
     assert machine_mismatch(spec, machine(nodes, ("torch_musa",))) == []  # no tool names the model
 
 
+@pytest.mark.slow
 def test_a_device_without_nodes_is_counted_by_torch(machine, monkeypatch, tmp_path):
     package = Path(tmp_path / "torch_txda.py")
     package.write_text(
