@@ -11,6 +11,7 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from megatron_model import loss_and_gradients, tensors_of
 from oracle import SEQUENCE, RandomSamples, small_spec
+from slow_cases import slow_but
 
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
@@ -46,7 +47,10 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+RANKS = [(1, False), (2, False), (2, True)]
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), slow_but(RANKS, (1, False), (2, True)))
 def test_loss_and_every_gradient(ranks, sequence_parallel):
     """Theirs without sequence parallelism, which its local layers lack; ours is held to it in both forms."""
     spec = small_spec(

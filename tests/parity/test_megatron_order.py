@@ -47,6 +47,7 @@ WEIGHTS = st.one_of(
 
 @given(WEIGHTS, st.data(), st.integers(1, 9), st.integers(20, 400), SEEDS)
 @settings(max_examples=CORPORA, deadline=None)
+@pytest.mark.slow
 def test_blends_of_random_corpora(tmp_path_factory, weights, data, length, wanted, seed):
     folder = tmp_path_factory.mktemp("corpora")
     count = data.draw(st.integers(2, 4)) if weights is None else len(weights)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_cases import slow_but
 from token_files import sentences, small_tokenizer, with_special_tokens
 
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
@@ -57,17 +58,20 @@ def content(prefix: Path) -> list[bytes]:
     return [Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()]
 
 
+SPECIAL = [
+    ("<s>", "", {"bos_token": "<s>"}),
+    # transformers 5 goes by tokenizer.json alone, whatever stands beside it.
+    ("<s>", "", {"bos_token": "<s>", "add_bos_token": False}),
+    ("", "", {"bos_token": "<|endoftext|>", "add_bos_token": True}),
+    ("<s>", "</s>", {"bos_token": "<s>"}),
+    ("", "</s>", {}),
+]
+
+
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 @pytest.mark.parametrize(
     ("before", "after", "config"),
-    [
-        ("<s>", "", {"bos_token": "<s>"}),
-        # transformers 5 goes by tokenizer.json alone, whatever stands beside it.
-        ("<s>", "", {"bos_token": "<s>", "add_bos_token": False}),
-        ("", "", {"bos_token": "<|endoftext|>", "add_bos_token": True}),
-        ("<s>", "</s>", {"bos_token": "<s>"}),
-        ("", "</s>", {}),
-    ],
+    slow_but(SPECIAL, *SPECIAL[::3]),
 )
 def test_special_tokens_are_megatrons(tmp_path, before, after, config, add_special_tokens):
     folder = folder_of_a_tokenizer(tmp_path / "tokenizer", before, after, config)

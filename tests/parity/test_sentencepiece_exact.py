@@ -5,6 +5,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 from token_files import sentences
 
 from megalaunch.data.errors import DataError
@@ -64,17 +65,20 @@ def trained(folder: Path, **options: object) -> Path:
     return folder / "tokenizer.model"
 
 
+OPTIONS = [
+    {**AS_IS, **BYTES},
+    {**AS_IS, **BYTES, "add_dummy_prefix": False},
+    {"normalization_rule_name": "nmt_nfkc", **BYTES},
+    {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": False, **BYTES},
+    {"normalization_rule_name": "nfkc"},
+    {"normalization_rule_name": "nmt_nfkc_cf", "user_defined_symbols": ["<mask>"]},
+]
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {**AS_IS, **BYTES},
-        {**AS_IS, **BYTES, "add_dummy_prefix": False},
-        {"normalization_rule_name": "nmt_nfkc", **BYTES},
-        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": False, **BYTES},
-        {"normalization_rule_name": "nfkc"},
-        {"normalization_rule_name": "nmt_nfkc_cf", "user_defined_symbols": ["<mask>"]},
-    ],
+    slow_but(OPTIONS, OPTIONS[0], OPTIONS[2]),
 )
 def test_ids_are_the_librarys(tmp_path, kind, options):
     path = trained(tmp_path, model_type=kind, **options)
@@ -83,6 +87,7 @@ def test_ids_are_the_librarys(tmp_path, kind, options):
     assert wrong == []
 
 
+@pytest.mark.slow  # a quarter of a million each
 @pytest.mark.parametrize("name", ["nmt_nfkc", "nfkc_cf"])
 def test_every_replacement_of_a_character_map_is_the_librarys(tmp_path, name):
     path = trained(tmp_path, model_type="bpe", normalization_rule_name=name, **BYTES)

@@ -41,6 +41,7 @@ def write_tables(folder: Path, learnt: Any) -> None:
         (folder / name).write_text("\n".join(lines), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_bytes_are_megatrons(punkt, megatron, tmp_path, monkeypatch):
     pages = [text for _, text in islice(sorted(topics.items()), 30)]
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "tables"))

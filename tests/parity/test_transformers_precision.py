@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from family_variants import VOCABULARY, load, make
 from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, rank_mesh, small_spec, whole
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
@@ -70,7 +71,7 @@ def theirs(folder: Path, rounded: torch.dtype, dtype: torch.dtype) -> tuple[floa
     return loss.item(), named
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", slow_but(DTYPES, "bf16"))
 def test_a_step_is_as_close_to_fp64_as_that_of_transformers(name, tmp_path):
     make("llama 3.2", tmp_path, initializer_range=0.05)
     model = HuggingFaceWeights(HuggingFaceFolder(tmp_path)).model

@@ -80,7 +80,7 @@ def test_a_key_that_changes_nothing_is_noted_and_one_that_might_is_refused():
             from_hf_config({**PUBLISHED["Qwen/Qwen3-0.6B"], key: value}, "changed")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but(QUICK, *QUICK[::3]))
 def test_it_is_read_as_transformers_reads_it(name):
     verification = verify_config(PUBLISHED[name])
     assert verification.agrees, verification
