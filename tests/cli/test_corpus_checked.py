@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
@@ -31,14 +32,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+ABSENT = [
+    ("missing.txt", "missing.txt: no such corpus"),
+    ("empty.txt", "empty.txt: it is empty (1 files without a byte)"),
+    ("/dev/zero", "/dev/zero: it is neither a regular file nor a directory"),
+]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("source", "said"),
-    [
-        ("missing.txt", "missing.txt: no such corpus"),
-        ("empty.txt", "empty.txt: it is empty (1 files without a byte)"),
-        ("/dev/zero", "/dev/zero: it is neither a regular file nor a directory"),
-    ],
+    slow_but(ABSENT, ABSENT[0]),
 )
 def test_it_is_refused(command, source, said):
     result = invoke(command, f"data.corpus={source}")
@@ -57,14 +61,14 @@ def test_it_is_refused(command, source, said):
         ("'~nobody_at_all/x'", "~nobody_at_all/x: Could not determine home directory"),
     ],
 )
-@pytest.mark.parametrize("key", ["data.corpus", "data.sft_data"])
+@pytest.mark.parametrize("key", slow_but(["data.corpus", "data.sft_data"], "data.corpus"))
 def test_whatever_cannot_be_read_is_refused(key, source, said):
     result = invoke(("validate-config",), "data.corpus=null", f"{key}={source}")
     assert (result.exit_code, said in result.output) == (2, True), result.output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("source", ["good.txt", "*.txt", "texts", "python-stdlib"])
+@pytest.mark.parametrize("source", slow_but(["good.txt", "*.txt", "texts", "python-stdlib"], "good.txt", "texts"))
 def test_what_is_there_passes(command, source):
     result = invoke(command, f"data.corpus={source}")
     assert result.exit_code == 0, result.output

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from slow_cases import slow_but
 from warm_process import MEGALAUNCH
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,7 +75,11 @@ def test_named_files_exist(page):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("arguments", sorted(ALL_COMMANDS), ids=" ".join)
+# doctor loads every package there is: tests/cli/test_doctor.py calls it, too.
+CHECKED = [pytest.param(words, marks=[pytest.mark.slow] * (words[0] == "doctor")) for words in sorted(ALL_COMMANDS)]
+
+
+@pytest.mark.parametrize("arguments", CHECKED, ids=" ".join)
 def test_commands_are_valid(arguments, tmp_path):
     """train is checked up to the launch; commands that need a trained run are held to their options only."""
     write_files(ALL_COMMANDS[arguments], tmp_path)
@@ -95,7 +100,11 @@ def test_commands_are_valid(arguments, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("page", "transcript"), TRANSCRIPTS, ids=[text.splitlines()[0] for _, text in TRANSCRIPTS])
+@pytest.mark.parametrize(
+    ("page", "transcript"),
+    slow_but(TRANSCRIPTS, *TRANSCRIPTS[::3]),
+    ids=[text.splitlines()[0] for _, text in TRANSCRIPTS],
+)
 def test_printed_output_is_real(page, transcript, tmp_path):
     write_files(page, tmp_path)
     command, _, printed = transcript.partition("\n")
@@ -115,7 +124,9 @@ RULES = re.findall(
 
 
 # All are made by the checker itself (test_reference.py); a few tell whether the command prints what they show.
-@pytest.mark.parametrize(("command", "printed"), RULES[3::60], ids=[command for command, _ in RULES[3::60]])
+@pytest.mark.parametrize(
+    ("command", "printed"), slow_but(RULES[3::60], RULES[3]), ids=[command for command, _ in RULES[3::60]]
+)
 def test_an_example_of_a_rule_is_what_the_command_prints(command, printed, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/a.txt").write_text("some text\n")

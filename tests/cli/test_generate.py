@@ -214,6 +214,7 @@ def test_without_torch_the_extra_is_named(run: RunDirectory, monkeypatch: pytest
     assert "pip install 'megalaunch[train]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_and_an_encoding_that_lacks_characters(run: RunDirectory):
     command = [sys.executable, "-m", "megalaunch", "generate", str(run.root), "--prompt", "käse", "--temperature", "0"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import COMMANDS, app
@@ -134,7 +135,9 @@ def test_a_repeated_key_is_a_warning(command):
     assert "is given" not in again
 
 
-@pytest.mark.parametrize("key", ["data.corpus", "tokenizer.path", "checkpoint.load_pretrained"])
+@pytest.mark.parametrize(
+    "key", slow_but(["data.corpus", "tokenizer.path", "checkpoint.load_pretrained"], "data.corpus")
+)
 def test_names_on_hubs_are_distinguished_from_paths(key):
     assert "hf://" in invoke("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
     assert "hf://" not in invoke("validate-config", "recipe=quickstart", f"{key}=nothing")[1]

@@ -37,6 +37,7 @@ def test_the_page_shows_what_the_command_prints():
     assert _plain(result.output) == _plain(shown[2])
 
 
+@pytest.mark.slow
 def test_the_page_s_tables_are_those_of_the_benchmark():
     file = ROOT / "scripts/benchmarks/plan.py"
     spec = importlib.util.spec_from_file_location("plan_benchmark", file)

@@ -113,6 +113,7 @@ def test_no_torch_is_needed(tmp_path, tokenizer):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
     pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)

@@ -114,6 +114,7 @@ def test_arguments_are_translated(arguments, expected):
     assert rewritten.notes == []
 
 
+@pytest.mark.slow
 def test_split_sentences_with_nltks_tables(tmp_path):
     """A sequence a sentence; without the package, its name."""
     pytest.importorskip("gigatoken", reason="the extra `data` is not installed")

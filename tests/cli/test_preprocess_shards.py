@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 from token_files import sentences, small_tokenizer, write_jsonl
 from warm_process import MEGALAUNCH
 
@@ -61,6 +62,7 @@ def test_all_shards_here_say_what_they_did(tmp_path, options):
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.slow
 def test_a_killed_shard_is_run_again(tmp_path, options):
     write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 20_000)
     assert run(*options, tmp_path / "alone")[0] == 0
@@ -101,6 +103,7 @@ def test_the_same_command_continues_after_the_whole_was_killed(tmp_path, options
     assert files(tmp_path / "out") == files(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_shard_and_the_same_command_continues(tmp_path, options):
     write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 20_000)
     assert run(*options, tmp_path / "alone")[0] == 0
@@ -163,28 +166,31 @@ def test_a_bad_record_ends_the_command_with_the_shard_and_how_to_run_it_alone(tm
     assert f"Alone: megalaunch preprocess --shard 1 {path} " in errors
 
 
+REFUSED = [
+    (("--shards", 500), 3, "500 shards are too many: "),
+    (("--shards", 2, "--shard", 2), 2, "--shard 2: the shards of --shards 2 are 0 to 1."),
+    (("--shard", 1), 2, _NO_COUNT),
+    (("--merge",), 2, _NO_COUNT),
+    (("launcher=slurm",), 2, _NO_COUNT),
+    (("--shards", 2, "--shard", 1, "launcher=slurm"), 2, "--shard and --merge are for one machine: leave out "),
+    (("--shards", 2, "--detach"), 2, "error: --detach needs a launcher\nfix:  launcher=slurm, ssh, ray or kube"),
+    (("--shards", 2, "launcher=slrum"), 2, "error: launcher  [config.schema]\n  there is no launcher=slrum; did "),
+    (("--shards", 2, "launcher=kubernetes"), 2, "error: launcher.kubernetes.image is not set\nfix:  give an image"),
+    (("--shards", 2, *_PODS, "launcher.kubernetes.volumes=[a]"), 2, "error: launcher.kubernetes.volumes "),
+    (
+        ("--shards", 2, *_PODS, "launcher.kubernetes.environment=[TOKEN=a]"),
+        2,
+        "error: launcher.kubernetes.environm",
+    ),
+    (("--shards", 2, "launcher=ssh"), 2, "error: launcher.ssh.hosts has no hosts\nfix:  give them: "),
+    (("--shards", 2, "--shard", 1, "--merge"), 2, "--shard and --merge are two tasks; give one of them."),
+    (("--shards", 2, "--resume"), 2, "--resume is not needed with --shards: "),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
-    [
-        (("--shards", 500), 3, "500 shards are too many: "),
-        (("--shards", 2, "--shard", 2), 2, "--shard 2: the shards of --shards 2 are 0 to 1."),
-        (("--shard", 1), 2, _NO_COUNT),
-        (("--merge",), 2, _NO_COUNT),
-        (("launcher=slurm",), 2, _NO_COUNT),
-        (("--shards", 2, "--shard", 1, "launcher=slurm"), 2, "--shard and --merge are for one machine: leave out "),
-        (("--shards", 2, "--detach"), 2, "error: --detach needs a launcher\nfix:  launcher=slurm, ssh, ray or kube"),
-        (("--shards", 2, "launcher=slrum"), 2, "error: launcher  [config.schema]\n  there is no launcher=slrum; did "),
-        (("--shards", 2, "launcher=kubernetes"), 2, "error: launcher.kubernetes.image is not set\nfix:  give an image"),
-        (("--shards", 2, *_PODS, "launcher.kubernetes.volumes=[a]"), 2, "error: launcher.kubernetes.volumes "),
-        (
-            ("--shards", 2, *_PODS, "launcher.kubernetes.environment=[TOKEN=a]"),
-            2,
-            "error: launcher.kubernetes.environm",
-        ),
-        (("--shards", 2, "launcher=ssh"), 2, "error: launcher.ssh.hosts has no hosts\nfix:  give them: "),
-        (("--shards", 2, "--shard", 1, "--merge"), 2, "--shard and --merge are two tasks; give one of them."),
-        (("--shards", 2, "--resume"), 2, "--resume is not needed with --shards: "),
-    ],
+    slow_but(REFUSED, *REFUSED[::3]),
 )
 def test_refusals(tmp_path, options, arguments, code, message):
     write_jsonl(tmp_path / "in.jsonl", sentences(20))

@@ -122,6 +122,7 @@ def test_the_facts_of_a_run(tmp_path: Path):
     assert page.cells[row + 2] == "default"
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared(tmp_path: Path):
     for index in range(9):
         lr = 0.001 * (1 + index)

@@ -13,6 +13,7 @@ import time
 import pytest
 import typer
 from launching import events_of, wait_until
+from slow_cases import slow_but
 from training import make_corpus
 from typer.testing import CliRunner
 from warm_process import MEGALAUNCH
@@ -99,14 +100,17 @@ def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["corpus"]
 
 
+SWEPT = [
+    (["optimizer.lr=1e-3,2e-3"], "validation_loss"),
+    (["optimizer.lr=1e-3,2e-3", "batch.micro_batch_size=1,2"], "validation_loss"),
+    (["recompute=none,full", "batch.micro_batch_size=1,2"], "tokens_per_second"),
+    (["optimizer.lr=1e-3,2e-3", "--metric", "tokens_per_second"], "tokens_per_second"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "metric"),
-    [
-        (["optimizer.lr=1e-3,2e-3"], "validation_loss"),
-        (["optimizer.lr=1e-3,2e-3", "batch.micro_batch_size=1,2"], "validation_loss"),
-        (["recompute=none,full", "batch.micro_batch_size=1,2"], "tokens_per_second"),
-        (["optimizer.lr=1e-3,2e-3", "--metric", "tokens_per_second"], "tokens_per_second"),
-    ],
+    slow_but(SWEPT, SWEPT[0], SWEPT[3]),
 )
 def test_speed_ranks_layouts_and_the_loss_what_is_learned(folder, arguments, metric):
     assert f"ranked by {metric}" in invoke("--dry-run", *sweep_arguments(folder), *arguments).stdout

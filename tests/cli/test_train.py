@@ -14,6 +14,7 @@ import typer
 from launching import events_of, steps_of, wait_until
 from made_specs import composed, resolved
 from paths import ROOT
+from slow_cases import slow_but
 from training import tiny_overrides, train_tiny
 from typer.testing import CliRunner
 
@@ -137,19 +138,22 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     assert not (folder / "run").exists()
 
 
+IMPOSSIBLE = [
+    (["train.stepz=3"], "did you mean"),
+    (["+experiment=big"], "unknown key"),
+    (
+        ["precision.fp8.implementation=transformer_engine", "precision.compute_dtype=fp8"],
+        "[fp8.library_chip]",
+    ),
+    (["batch.global_batch_size=7"], "batch.global_batch_size"),
+    (["run.resume=required"], "run.resume=required"),
+    (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [
-        (["train.stepz=3"], "did you mean"),
-        (["+experiment=big"], "unknown key"),
-        (
-            ["precision.fp8.implementation=transformer_engine", "precision.compute_dtype=fp8"],
-            "[fp8.library_chip]",
-        ),
-        (["batch.global_batch_size=7"], "batch.global_batch_size"),
-        (["run.resume=required"], "run.resume=required"),
-        (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),
-    ],
+    slow_but(IMPOSSIBLE, *IMPOSSIBLE[::3]),
 )
 def test_overrides_that_cannot_run(folder, overrides, said):
     result = invoke(*tiny_overrides(folder, *overrides))

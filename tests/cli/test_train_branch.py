@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from launching import events_of, steps_of
 from made_specs import composed
+from slow_cases import slow_but
 from training import tiny_overrides, train_tiny
 from typer.testing import CliRunner
 
@@ -70,18 +71,21 @@ def test_a_rerun_stays_with_the_checkpoint_that_a_run_began_with(parent: Path):
     assert find_checkpoint(str(run.checkpoint(2))) == run.checkpoint(2)
 
 
+REFUSED = [
+    ("{run}@3", (), "step_00000003 is not a checkpoint on this machine; {run} has those of steps 2, 4"),
+    ("nowhere", (), "nowhere is not a checkpoint on this machine; "),
+    (
+        "{run}@4",
+        (),
+        "train.steps [checkpoint.branch_from] the checkpoint is that of step 4, and the run ends",
+    ),
+    ("{run}@2", ("checkpoint.load_pretrained={run}",), "a run begins with weights (load_pretrained) or with the"),
+]
+
+
 @pytest.mark.parametrize(
     ("reference", "more", "message"),
-    [
-        ("{run}@3", (), "step_00000003 is not a checkpoint on this machine; {run} has those of steps 2, 4"),
-        ("nowhere", (), "nowhere is not a checkpoint on this machine; "),
-        (
-            "{run}@4",
-            (),
-            "train.steps [checkpoint.branch_from] the checkpoint is that of step 4, and the run ends",
-        ),
-        ("{run}@2", ("checkpoint.load_pretrained={run}",), "a run begins with weights (load_pretrained) or with the"),
-    ],
+    slow_but(REFUSED, *REFUSED[:2]),
 )
 def test_what_cannot_be_branched_from_is_refused(
     parent: Path, tmp_path: Path, reference: str, more: tuple[str, ...], message: str

@@ -44,6 +44,7 @@ def agents(tmp_path):
         kill_all(left, 5)
 
 
+@pytest.mark.slow
 def test_two_agents_train_one_run(tmp_path, agents):
     directory = RunDirectory(tmp_path / "run")
     for agent in agents:

@@ -75,11 +75,12 @@ def test_the_same_command_on_every_node_starts_one_run(tmp_path, variables):
     assert "fake rank 1 attempt 0" in RunDirectory(tmp_path / "run").rank_log(1).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [
         pytest.param(signal.SIGUSR1, True, id="Slurm's warning to every process of a step"),
-        pytest.param(signal.SIGTERM, False, id="Kubernetes' signal to the first process", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, False, id="Kubernetes' signal to the first process"),
     ],
 )
 def test_a_stop_signal_lets_the_workers_save(tmp_path, number, to_all):

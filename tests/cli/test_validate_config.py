@@ -8,6 +8,7 @@ import time
 import pytest
 import yaml
 from made_specs import LAPTOP
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 import megalaunch
@@ -63,9 +64,12 @@ def test_derived_values_of_a_pipeline():
     assert json.loads(validate("recipe=deepseek_v3", "--json").output)["derived"]["expert_dp"] == 1
 
 
+KEYS = [("stepz", "train.steps"), ("topk", "model.moe.top_k"), ("vocab", "model.vocab_size"), ("lr", "optimizer.lr")]
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("stepz", "train.steps"), ("topk", "model.moe.top_k"), ("vocab", "model.vocab_size"), ("lr", "optimizer.lr")],
+    slow_but(KEYS, KEYS[3]),
 )
 def test_a_key_without_its_section_is_understood(name, key):
     assert f"did you mean {key!r}?" in validate("recipe=tiny", f"{name}=5").output

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from slow_cases import slow_but
 
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
@@ -81,80 +82,83 @@ def test_all_problems_come_at_once_with_their_places():
     assert {problem.where for problem in found.values()} == {"command line"}
 
 
+REFUSED = [
+    ("++train.foo=3", "train.foo", "unknown key"),
+    ("+junk.a=1", "junk.a", "unknown key"),
+    ("+++train.steps=3", "train.steps", "begins with \\+\\+\\+; Hydra knows"),
+    ("~train.stepz", "train.stepz", "did you mean 'train.steps'"),
+    ("+parallel@model=tp3x", "parallel@model", "has no option 'tp3x'"),
+    ("paralel=tp2", "paralel", "unknown key; did you mean 'parallel'"),
+    ("prallel.tp=2", "prallel.tp", "did you mean 'parallel.tp'"),
+    ("lr=1", "lr", "did you mean 'optimizer.lr'"),
+    ("checkpoint.save_every=1", "checkpoint.save_every", "did you mean 'checkpoint.keep_every'"),
+    ("data.multiple_validation_sets=1", "data.multiple_validation_sets", "named in data.validation_sets"),
+    ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
+    ("recipe/x=5", "recipe/x", "GROUP=OPTION or SECTION.KEY=VALUE"),
+    ("model@foo=tiny", "model@foo", r"add it: \+model@foo=tiny"),
+    ("tiny", "tiny", r"is not of the form KEY=VALUE; did you mean recipe=tiny\?"),
+    ("llama3_70b", "llama3_70b", r"did you mean recipe=llama3_70b\?"),
+    ("gpt3_13b", "gpt3_13b", r"did you mean model=gpt3_13b\?"),  # there is no such recipe
+    ("quikstart", "quikstart", r"did you mean recipe=quickstart\?"),
+    ("mine.yaml", "mine.yaml", r"did you mean recipe=mine.yaml\?"),
+    ("tp2pp2", "tp2pp2", r"did you mean parallel=tp2pp2\?"),
+    ("help", "help", "write --help"),
+    (
+        "tensor_model_parallel_size=4",
+        "tensor_model_parallel_size",
+        "did you mean 'parallel.tp'.*write parallel.tp=4",
+    ),
+    ("parallel.tensor-model-parallel-size=4", "parallel.tensor-model-parallel-size", "write parallel.tp=4"),
+    ("fp8_format=hybrid", "fp8_format", "write precision.compute_dtype=fp8 precision.fp8.format=hybrid"),
+    ("use_flash_attn=true", "use_flash_attn", "remove it: Megatron itself ignores it"),
+    ("train.frobnicate=3", "train.frobnicate", "`megalaunch explain train` lists"),
+    ("parallel=tp4,pp2", "parallel", "write one layout together: parallel=tp4pp2"),
+    ("parallel=TP4-PP2", "parallel", r"did you mean parallel=tp4pp2\?"),
+    ("data=/path/to/text", "data", "for text of your own set data.corpus=/path/to/text"),
+    ("data=texts/*.txt", "data", r"set data.corpus=texts/\*.txt"),
+    ("data=https://a.example/b.txt", "data", "data is not downloaded: download it first"),
+    ("data=roneneldan/TinyStories", "data", "set data.corpus=hf://datasets/roneneldan/TinyStories"),
+    (
+        "model=meta-llama/Llama-3.1-8B-Instruct",
+        "model",
+        "model=llama31_8b has its architecture, .*load_pretrained=hf://",
+    ),
+    ("model=Qwen/Qwen2.5-7B", "model", "model=qwen25_7b has its architecture, "),
+    ("model=nobody/Unheard-Of-3B", "model", "checkpoint.load_pretrained=hf://"),
+    ("tokenizer=openai-community/gpt2", "tokenizer", "tokenizer.path=openai-community/gpt2"),
+    ("train.steps", "train.steps", "is not of the form KEY=VALUE; write train.steps=VALUE"),
+    ("train.steps=1,2", "train.steps", r"has several values \(1,2\); give one, e.g. train.steps=1"),
+    ("optimizer.lr=choice(1e-3,1e-4)", "optimizer.lr", "e.g. optimizer.lr=1e-3"),
+    ("train.steps=range(1,4)", "train.steps", "has several values"),
+    ("parallel=tp2,tp4", "parallel", "names several options; give one, e.g. parallel=tp2"),
+    ("parallel=", "parallel", "needs the name of an option"),
+    ("train.steps=[1", "train.steps", "cannot read the value"),
+    ("launcher.slurm.extra=[--nodes=4]", "launcher.slurm.extra", r"quote the items: \['--nodes=4'\]"),
+    ("train.steps={a:1}", "train.steps", "must be an integer"),
+    ("train.steps=2.5", "train.steps", r"must be an integer, got 2.5 \(float\)"),
+    ("train.steps=true", "train.steps", r"must be an integer, got True \(bool\)"),
+    ("train.steps=null", "train.steps", "must be an integer, got None"),
+    ("train.steps=0", "train.steps", "must be at least 1, got 0"),
+    ("train.steps=???", "train.steps", "has no value"),
+    ("optimizer.lr=nan", "optimizer.lr", "must be a number"),
+    ("optimizer.lr=1" + "0" * 400, "optimizer.lr", "must be a number"),
+    ("schedule.shape=cosin", "schedule.shape", "needs constant | .*did you mean 'cosine'"),
+    ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "must be true or false"),
+    ("run.name=${oc.env:SECRET_TOKEN}", "run.name", "must not read the environment variable SECRET_TOKEN"),
+    ("run.name=${train.stepz}", "run.name", "cannot be interpolated: .*train.stepz"),
+    ("train.steps=${oc.decode:1}", "train.steps", "supported are .*oc.env"),
+    ("run.name=${oc.env:${run.directory}}", "run.name", "must name the environment variable of oc.env itself"),
+    ("run.name=${${run.directory}:HOME}", "run.name", "unsupported interpolation"),
+    ("train.steps=${run.resume}", "train.steps", "cannot be interpolated: .*'auto'"),
+    ("model.rope={thetta: 1}", "model.rope", "unknown key 'model.rope.thetta'; did you mean 'model.rope.theta'"),
+    ("run.directory=${oc.env:MEGALAUNCH_NOT_SET}", "run.directory", "which is not set"),
+    ("=3", "=3", "unknown key"),
+]
+
+
 @pytest.mark.parametrize(
     ("override", "path", "message"),
-    [
-        ("++train.foo=3", "train.foo", "unknown key"),
-        ("+junk.a=1", "junk.a", "unknown key"),
-        ("+++train.steps=3", "train.steps", "begins with \\+\\+\\+; Hydra knows"),
-        ("~train.stepz", "train.stepz", "did you mean 'train.steps'"),
-        ("+parallel@model=tp3x", "parallel@model", "has no option 'tp3x'"),
-        ("paralel=tp2", "paralel", "unknown key; did you mean 'parallel'"),
-        ("prallel.tp=2", "prallel.tp", "did you mean 'parallel.tp'"),
-        ("lr=1", "lr", "did you mean 'optimizer.lr'"),
-        ("checkpoint.save_every=1", "checkpoint.save_every", "did you mean 'checkpoint.keep_every'"),
-        ("data.multiple_validation_sets=1", "data.multiple_validation_sets", "named in data.validation_sets"),
-        ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
-        ("recipe/x=5", "recipe/x", "GROUP=OPTION or SECTION.KEY=VALUE"),
-        ("model@foo=tiny", "model@foo", r"add it: \+model@foo=tiny"),
-        ("tiny", "tiny", r"is not of the form KEY=VALUE; did you mean recipe=tiny\?"),
-        ("llama3_70b", "llama3_70b", r"did you mean recipe=llama3_70b\?"),
-        ("gpt3_13b", "gpt3_13b", r"did you mean model=gpt3_13b\?"),  # there is no such recipe
-        ("quikstart", "quikstart", r"did you mean recipe=quickstart\?"),
-        ("mine.yaml", "mine.yaml", r"did you mean recipe=mine.yaml\?"),
-        ("tp2pp2", "tp2pp2", r"did you mean parallel=tp2pp2\?"),
-        ("help", "help", "write --help"),
-        (
-            "tensor_model_parallel_size=4",
-            "tensor_model_parallel_size",
-            "did you mean 'parallel.tp'.*write parallel.tp=4",
-        ),
-        ("parallel.tensor-model-parallel-size=4", "parallel.tensor-model-parallel-size", "write parallel.tp=4"),
-        ("fp8_format=hybrid", "fp8_format", "write precision.compute_dtype=fp8 precision.fp8.format=hybrid"),
-        ("use_flash_attn=true", "use_flash_attn", "remove it: Megatron itself ignores it"),
-        ("train.frobnicate=3", "train.frobnicate", "`megalaunch explain train` lists"),
-        ("parallel=tp4,pp2", "parallel", "write one layout together: parallel=tp4pp2"),
-        ("parallel=TP4-PP2", "parallel", r"did you mean parallel=tp4pp2\?"),
-        ("data=/path/to/text", "data", "for text of your own set data.corpus=/path/to/text"),
-        ("data=texts/*.txt", "data", r"set data.corpus=texts/\*.txt"),
-        ("data=https://a.example/b.txt", "data", "data is not downloaded: download it first"),
-        ("data=roneneldan/TinyStories", "data", "set data.corpus=hf://datasets/roneneldan/TinyStories"),
-        (
-            "model=meta-llama/Llama-3.1-8B-Instruct",
-            "model",
-            "model=llama31_8b has its architecture, .*load_pretrained=hf://",
-        ),
-        ("model=Qwen/Qwen2.5-7B", "model", "model=qwen25_7b has its architecture, "),
-        ("model=nobody/Unheard-Of-3B", "model", "checkpoint.load_pretrained=hf://"),
-        ("tokenizer=openai-community/gpt2", "tokenizer", "tokenizer.path=openai-community/gpt2"),
-        ("train.steps", "train.steps", "is not of the form KEY=VALUE; write train.steps=VALUE"),
-        ("train.steps=1,2", "train.steps", r"has several values \(1,2\); give one, e.g. train.steps=1"),
-        ("optimizer.lr=choice(1e-3,1e-4)", "optimizer.lr", "e.g. optimizer.lr=1e-3"),
-        ("train.steps=range(1,4)", "train.steps", "has several values"),
-        ("parallel=tp2,tp4", "parallel", "names several options; give one, e.g. parallel=tp2"),
-        ("parallel=", "parallel", "needs the name of an option"),
-        ("train.steps=[1", "train.steps", "cannot read the value"),
-        ("launcher.slurm.extra=[--nodes=4]", "launcher.slurm.extra", r"quote the items: \['--nodes=4'\]"),
-        ("train.steps={a:1}", "train.steps", "must be an integer"),
-        ("train.steps=2.5", "train.steps", r"must be an integer, got 2.5 \(float\)"),
-        ("train.steps=true", "train.steps", r"must be an integer, got True \(bool\)"),
-        ("train.steps=null", "train.steps", "must be an integer, got None"),
-        ("train.steps=0", "train.steps", "must be at least 1, got 0"),
-        ("train.steps=???", "train.steps", "has no value"),
-        ("optimizer.lr=nan", "optimizer.lr", "must be a number"),
-        ("optimizer.lr=1" + "0" * 400, "optimizer.lr", "must be a number"),
-        ("schedule.shape=cosin", "schedule.shape", "needs constant | .*did you mean 'cosine'"),
-        ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "must be true or false"),
-        ("run.name=${oc.env:SECRET_TOKEN}", "run.name", "must not read the environment variable SECRET_TOKEN"),
-        ("run.name=${train.stepz}", "run.name", "cannot be interpolated: .*train.stepz"),
-        ("train.steps=${oc.decode:1}", "train.steps", "supported are .*oc.env"),
-        ("run.name=${oc.env:${run.directory}}", "run.name", "must name the environment variable of oc.env itself"),
-        ("run.name=${${run.directory}:HOME}", "run.name", "unsupported interpolation"),
-        ("train.steps=${run.resume}", "train.steps", "cannot be interpolated: .*'auto'"),
-        ("model.rope={thetta: 1}", "model.rope", "unknown key 'model.rope.thetta'; did you mean 'model.rope.theta'"),
-        ("run.directory=${oc.env:MEGALAUNCH_NOT_SET}", "run.directory", "which is not set"),
-        ("=3", "=3", "unknown key"),
-    ],
+    slow_but(REFUSED, *REFUSED[::3]),
 )
 def test_which_overrides_are_refused_and_how(override, path, message):
     found = problems("recipe=tiny", override)
@@ -183,7 +187,10 @@ def test_a_model_that_is_neither_an_option_nor_a_folder(tmp_path, monkeypatch):
     assert re.search(r"`megalaunch explain model` lists all \d+ options", message)
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e3", 1000), ("2E2", 200), ("30.0", 30)])
+WHOLE = [("1e3", 1000), ("2E2", 200), ("30.0", 30)]
+
+
+@pytest.mark.parametrize(("text", "value"), slow_but(WHOLE, WHOLE[0]))
 def test_whole_numbers_in_scientific_notation(text, value):
     steps = compose(["recipe=tiny", f"train.steps={text}"]).spec.train.steps
     assert (steps, type(steps)) == (value, int)
@@ -210,18 +217,21 @@ def test_a_run_without_a_recipe_needs_a_model_and_its_numbers():
     assert compose(overrides).spec.model.hidden_size == 32
 
 
+TYPED = [
+    ("data.corpus=/a b/c,d/[x]*{y}.txt", "/a b/c,d/[x]*{y}.txt"),
+    ("data.corpus='quoted, too'", "quoted, too"),
+    ("data.corpus=it's", "it's"),
+    ("data.corpus=$HOME (1)\n~", "$HOME (1)\n~"),
+    ("data.corpus=1e3", "1e3"),
+    ("data.corpus=null", None),
+    ("data.corpus=a=b", "a=b"),
+    ("data.corpus=", ""),
+]
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
-    [
-        ("data.corpus=/a b/c,d/[x]*{y}.txt", "/a b/c,d/[x]*{y}.txt"),
-        ("data.corpus='quoted, too'", "quoted, too"),
-        ("data.corpus=it's", "it's"),
-        ("data.corpus=$HOME (1)\n~", "$HOME (1)\n~"),
-        ("data.corpus=1e3", "1e3"),
-        ("data.corpus=null", None),
-        ("data.corpus=a=b", "a=b"),
-        ("data.corpus=", ""),
-    ],
+    slow_but(TYPED, *TYPED[::3]),
 )
 def test_text_is_taken_as_typed(override, value):
     assert compose(["recipe=tiny", override]).spec.data.corpus == value

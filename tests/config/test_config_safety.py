@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_but
 
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
@@ -36,32 +37,35 @@ def problems(*overrides):
     return caught.value.problems
 
 
+LINES = [
+    "run: {name: !!python/object/apply:os.system ['touch ran']}",
+    "run: {name: !!python/name:os.system }",
+    "run: !!python/module:os {}",
+    "run: {_target_: os.system, command: touch ran}",
+    "run: {_target_: pathlib.Path.touch, _args_: [ran]}",
+    "_target_: os.system",
+    "run: {name: {_target_: os.system}}",
+    "run: {name: '${oc.decode:1}'}",
+    'run: {name: \'${eval:__import__("os").system("touch ran")}\'}',
+    "run: {name: '${hydra:runtime.cwd}'}",
+    "run: {name: '${oc.create:{}}'}",
+    "data: {blend: ['${oc.env:SECRET_TOKEN}']}",
+    "data: {blend: ['${oc.env:SECRET_TOKEN,x}']}",
+    "run: {name: '${oc.env:SECRET_TOKEN}'}",
+    "run: {name: 'a${oc.env:HOME}b${oc.env:SECRET_TOKEN}'}",
+    "run: {name: '${oc.env:${oc.env:HOME}}'}",
+    "run: {name: '${run.directory}', directory: '${oc.env:SECRET_TOKEN}'}",
+    "run: {name: '${${train.seed}:SECRET_TOKEN}'}",
+    "run: {name: '${oc.select:run.directory}', directory: '${oc.decode:SECRET_TOKEN}'}",
+    "run: {'${oc.env:SECRET_TOKEN}': x}",
+    "hydra: {run: {dir: x}}",
+    "hydra: {searchpath: ['file:///']}",
+]
+
+
 @pytest.mark.parametrize(
     "line",
-    [
-        "run: {name: !!python/object/apply:os.system ['touch ran']}",
-        "run: {name: !!python/name:os.system }",
-        "run: !!python/module:os {}",
-        "run: {_target_: os.system, command: touch ran}",
-        "run: {_target_: pathlib.Path.touch, _args_: [ran]}",
-        "_target_: os.system",
-        "run: {name: {_target_: os.system}}",
-        "run: {name: '${oc.decode:1}'}",
-        'run: {name: \'${eval:__import__("os").system("touch ran")}\'}',
-        "run: {name: '${hydra:runtime.cwd}'}",
-        "run: {name: '${oc.create:{}}'}",
-        "data: {blend: ['${oc.env:SECRET_TOKEN}']}",
-        "data: {blend: ['${oc.env:SECRET_TOKEN,x}']}",
-        "run: {name: '${oc.env:SECRET_TOKEN}'}",
-        "run: {name: 'a${oc.env:HOME}b${oc.env:SECRET_TOKEN}'}",
-        "run: {name: '${oc.env:${oc.env:HOME}}'}",
-        "run: {name: '${run.directory}', directory: '${oc.env:SECRET_TOKEN}'}",
-        "run: {name: '${${train.seed}:SECRET_TOKEN}'}",
-        "run: {name: '${oc.select:run.directory}', directory: '${oc.decode:SECRET_TOKEN}'}",
-        "run: {'${oc.env:SECRET_TOKEN}': x}",
-        "hydra: {run: {dir: x}}",
-        "hydra: {searchpath: ['file:///']}",
-    ],
+    slow_but(LINES, *LINES[::3]),
 )
 def test_nothing_runs_and_nothing_of_the_environment_is_read(folder, monkeypatch, line):
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
@@ -87,9 +91,10 @@ def test_an_option_file_is_held_to_the_same(folder, monkeypatch):
         assert "mine.yaml:1:1" in problem.where
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret", "/etc/passwd", "a/../../b", "./x", "..", "~/x", "x.yaml", "a//b", "${oc.env:HOME}"]
-)
+PATHS = ["../secret", "/etc/passwd", "a/../../b", "./x", "..", "~/x", "x.yaml", "a//b", "${oc.env:HOME}"]
+
+
+@pytest.mark.parametrize("name", slow_but(PATHS, *PATHS[::3]))
 def test_a_recipe_names_no_path(folder, name):
     (folder / "secret.yaml").write_text(WHOLE)
     (folder / "recipes").mkdir()
@@ -97,7 +102,10 @@ def test_a_recipe_names_no_path(folder, name):
     assert any("recipe" in problem.path for problem in problems("recipe=child"))
 
 
-@pytest.mark.parametrize("option", ["../model/tiny", "/etc/passwd", "a/b", "..", "tiny.yaml", "${oc.env:HOME}"])
+OPTIONS = ["../model/tiny", "/etc/passwd", "a/b", "..", "tiny.yaml", "${oc.env:HOME}"]
+
+
+@pytest.mark.parametrize("option", slow_but(OPTIONS, *OPTIONS[::3]))
 def test_an_option_is_a_name(folder, option):
     (folder / "r.yaml").write_text(WHOLE.replace("model: tiny", f"model: '{option}'"))
     assert any("there is no model=" in problem.message for problem in problems("recipe=r.yaml"))
@@ -113,15 +121,18 @@ def test_a_person_may_type_any_path(folder, path):
     assert compose([f"recipe={path.format(here=folder)}"]).spec.train.steps == 2
 
 
+MASKING = [
+    ("recompute: {modules: [mlp]}", "recompute=selective", "recompute.modules", "recompute.modules=[mlp]"),
+    ("model: {rope: {theta: 7.0}}", "model=llama3_8b", "model.rope.theta", "model.rope.theta=7.0"),
+    ("model: {moe: {num_experts: 3}}", "model=mixtral_8x7b", "model.moe.num_experts", "model.moe.num_experts=3"),
+    ("schedule: {shape: linear}", "schedule=wsd", "schedule.shape", "schedule.shape=linear"),
+    ("optimizer: {beta2: 0.5}", "optimizer=adamw", "optimizer.beta2", "optimizer.beta2=0.5"),
+]
+
+
 @pytest.mark.parametrize(
     ("line", "typed", "path", "escape"),
-    [
-        ("recompute: {modules: [mlp]}", "recompute=selective", "recompute.modules", "recompute.modules=[mlp]"),
-        ("model: {rope: {theta: 7.0}}", "model=llama3_8b", "model.rope.theta", "model.rope.theta=7.0"),
-        ("model: {moe: {num_experts: 3}}", "model=mixtral_8x7b", "model.moe.num_experts", "model.moe.num_experts=3"),
-        ("schedule: {shape: linear}", "schedule=wsd", "schedule.shape", "schedule.shape=linear"),
-        ("optimizer: {beta2: 0.5}", "optimizer=adamw", "optimizer.beta2", "optimizer.beta2=0.5"),
-    ],
+    slow_but(MASKING, *MASKING[::3]),
 )
 def test_a_recipe_that_masks_a_typed_option_is_refused(folder, line, typed, path, escape):
     (folder / "r.yaml").write_text(f"{WHOLE}{line}\n")
@@ -174,7 +185,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", slow_but(LARGE, *list(LARGE)[::3]))
 def test_large_and_twisted_files_end_soon_with_their_place(folder, name):
     content = LARGE[name]
     (folder / "r.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())

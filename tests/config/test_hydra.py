@@ -92,25 +92,28 @@ def test_a_pickled_config_leaves_the_schema_alone():
     assert OmegaConf.structured(structured_run_spec()) == config
 
 
+GRAMMAR = [
+    (["+train.steps=3"], "train.steps", 3),
+    (["++train.steps=3"], "train.steps", 3),
+    (["~train.validation_interval"], "train.validation_interval", DEFAULT_INTERVAL),
+    (["~schedule"], "schedule.warmup_fraction", 0.0333),  # the recipe's own value stays
+    (["~schedule", "~schedule.warmup_fraction"], "schedule.warmup_fraction", 0.0),
+    (["train.steps=${train.validation_interval}"], "train.steps", 500),
+    (["train.steps=${mg.mul:${train.validation_interval},3}"], "train.steps", 1500),
+    (["train.steps=${mg.div:${train.validation_interval},4}"], "train.steps", 125),
+    (["train.steps=${oc.select:train.none,11}"], "train.steps", 11),
+    (["run.name='a, b'"], "run.name", "a, b"),
+    (["run.name=llama_${parallel.cp}"], "run.name", "llama_2"),
+    (["recompute.granularity=selective", "recompute.modules=[mlp,norm]"], "recompute.modules", ("mlp", "norm")),
+    (["model.rope={theta: 1e4, scaling: none}"], "model.rope.theta", 1e4),
+    (["parallel=tp4pp4", "parallel.tp=2"], "parallel.tp", 2),
+    (["parallel.tp=2", "parallel=tp4pp4"], "parallel.pp", 4),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "path", "value"),
-    [
-        (["+train.steps=3"], "train.steps", 3),
-        (["++train.steps=3"], "train.steps", 3),
-        (["~train.validation_interval"], "train.validation_interval", DEFAULT_INTERVAL),
-        (["~schedule"], "schedule.warmup_fraction", 0.0333),  # the recipe's own value stays
-        (["~schedule", "~schedule.warmup_fraction"], "schedule.warmup_fraction", 0.0),
-        (["train.steps=${train.validation_interval}"], "train.steps", 500),
-        (["train.steps=${mg.mul:${train.validation_interval},3}"], "train.steps", 1500),
-        (["train.steps=${mg.div:${train.validation_interval},4}"], "train.steps", 125),
-        (["train.steps=${oc.select:train.none,11}"], "train.steps", 11),
-        (["run.name='a, b'"], "run.name", "a, b"),
-        (["run.name=llama_${parallel.cp}"], "run.name", "llama_2"),
-        (["recompute.granularity=selective", "recompute.modules=[mlp,norm]"], "recompute.modules", ("mlp", "norm")),
-        (["model.rope={theta: 1e4, scaling: none}"], "model.rope.theta", 1e4),
-        (["parallel=tp4pp4", "parallel.tp=2"], "parallel.tp", 2),
-        (["parallel.tp=2", "parallel=tp4pp4"], "parallel.pp", 4),
-    ],
+    slow_but(GRAMMAR, *GRAMMAR[::3]),
 )
 def test_override_grammar(overrides, path, value):
     section, _, name = path.rpartition(".")
@@ -141,7 +144,10 @@ def test_own_groups_that_do_not_fit(folder):
     assert "unknown key" in " ".join(problems("+seeds=two").values())
 
 
-@pytest.mark.parametrize("group", ["../conf/experiment", "/etc", "x" * 5000, "a b", "experiment/../seeds"])
+NO_GROUPS = ["../conf/experiment", "/etc", "x" * 5000, "a b", "experiment/../seeds"]
+
+
+@pytest.mark.parametrize("group", slow_but(NO_GROUPS, NO_GROUPS[0], NO_GROUPS[3]))
 def test_a_name_that_is_no_config_group_reads_no_folder(folder, group):
     assert any("unknown key" in message for message in problems(f"+{group}=short").values())
 

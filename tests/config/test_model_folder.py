@@ -135,7 +135,10 @@ def test_overrides_change_the_folders_values_in_either_order_and_a_recipe_stays(
     assert first.train == compose(["recipe=quickstart"]).spec.train
 
 
-@pytest.mark.parametrize("path", ["hf", "./hf", "hf/", "../{}/hf", "{}", "a,b/hf", "link", "hub/Some-Model", "~/hf"])
+PATHS = ["hf", "./hf", "hf/", "../{}/hf", "{}", "a,b/hf", "link", "hub/Some-Model", "~/hf"]
+
+
+@pytest.mark.parametrize("path", slow_but(PATHS, *PATHS[::3]))
 def test_paths_are_taken_as_typed(here, monkeypatch, path):
     monkeypatch.setenv("HOME", str(here))
     write(here / "hf", SMOL)
@@ -202,7 +205,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", slow_but(REFUSED, *list(REFUSED)[::3]))
 def test_what_cannot_be_read_is_refused_with_its_place_and_a_way_out(here, case):
     config, text = REFUSED[case]
     write(here / "hf", config)
@@ -229,24 +232,31 @@ def test_all_problems_are_said_at_once(here):
     assert "train.steps" in [path for path, _, _ in found]
 
 
+NO_FOLDERS = [
+    (("hf/model.Q4_K_M.gguf",), "hf", GGUF),
+    (("hf/model.Q4_K_M.gguf",), "hf/model.Q4_K_M.gguf", GGUF),
+    (("hf/adapter_config.json",), "hf", "is a LoRA adapter of .*merge both with peft"),
+    (("hf/config.json", "hf/quantize_config.json"), "hf", "quantised by GPTQ.*take the unquantised model"),
+    (("hf/readme.md",), "hf", "the folder hf has no config.json; name the folder"),
+    (("hf/snapshots/abc/config.json",), "./hf", r"did you mean model=hf/snapshots/abc\?"),
+    (("hf/config.json",), "hf/config.json", "is a file; name the folder: model=hf$"),
+    (("hf/weights.bin",), "hf/weights.bin", "is a file; name a Hugging Face folder"),
+    ((), "./hf", "the folder does not exist; name a Hugging Face folder"),
+    (
+        (),
+        "meta-llama/Llama-3.2-1B",
+        "; model=llama32_1b has its architecture, "
+        "or write model=hf://meta-llama/Llama-3.2-1B .* checkpoint.load_pretrained=hf://meta-llama/Llama-3.2-1B",
+    ),
+    ((), "nobody/Unheard-Of-3B", "write model=hf://nobody/Unheard-Of-3B .* checkpoint.load_pretrained=hf://"),
+    ((), "x" * 5000, "there is no model="),
+    ((), "x\0y", "there is no model="),
+]
+
+
 @pytest.mark.parametrize(
     ("files", "folder", "text"),
-    [
-        (("hf/model.Q4_K_M.gguf",), "hf", GGUF),
-        (("hf/model.Q4_K_M.gguf",), "hf/model.Q4_K_M.gguf", GGUF),
-        (("hf/adapter_config.json",), "hf", "is a LoRA adapter of .*merge both with peft"),
-        (("hf/config.json", "hf/quantize_config.json"), "hf", "quantised by GPTQ.*take the unquantised model"),
-        (("hf/readme.md",), "hf", "the folder hf has no config.json; name the folder"),
-        (("hf/snapshots/abc/config.json",), "./hf", r"did you mean model=hf/snapshots/abc\?"),
-        (("hf/config.json",), "hf/config.json", "is a file; name the folder: model=hf$"),
-        (("hf/weights.bin",), "hf/weights.bin", "is a file; name a Hugging Face folder"),
-        ((), "./hf", "the folder does not exist; name a Hugging Face folder"),
-        ((), "meta-llama/Llama-3.2-1B", "; model=llama32_1b has its architecture, "
-         "or write model=hf://meta-llama/Llama-3.2-1B .* checkpoint.load_pretrained=hf://meta-llama/Llama-3.2-1B"),
-        ((), "nobody/Unheard-Of-3B", "write model=hf://nobody/Unheard-Of-3B .* checkpoint.load_pretrained=hf://"),
-        ((), "x" * 5000, "there is no model="),
-        ((), "x\0y", "there is no model="),
-    ],
+    slow_but(NO_FOLDERS, *NO_FOLDERS[::3]),
 )  # fmt: skip
 def test_what_is_no_model_folder_is_refused_by_name(here, files, folder, text):
     for file in files:

@@ -31,7 +31,9 @@ def problems(*overrides):
     return caught.value.problems
 
 
-@pytest.mark.parametrize("path", ["./mine.yaml", "mine.yaml", "sub/a b.yml", "{folder}/mine.yaml"])
+@pytest.mark.parametrize(
+    "path", slow_but(["./mine.yaml", "mine.yaml", "sub/a b.yml", "{folder}/mine.yaml"], "./mine.yaml", "sub/a b.yml")
+)
 def test_a_recipe_by_path(folder, path):
     path = path.format(folder=folder)
     write(folder / path, PARENT + "train: {steps: 33}\n")
@@ -93,22 +95,25 @@ def test_all_faults_of_a_recipe_come_at_once_with_line_and_column(folder):
     assert len(found) == 10
 
 
+FORBIDDEN = [
+    (PARENT, "# no header\n", "first line of a recipe must be `# @package _global_`"),
+    ("defaults:\n  - _self_\n  - tiny\n", HEADER, "_self_ must be the last"),
+    ("defaults: tiny\n", HEADER, "defaults must be a list"),
+    ("defaults:\n  - ../secret\n", HEADER, "name other recipes, not paths: '../secret'"),
+    ("defaults:\n  - /etc/x.yaml\n", HEADER, "name other recipes, not paths"),
+    ("defaults:\n  - tinny\n", HEADER, "there is no recipe 'tinny'; did you mean 'tiny'"),
+    ("defaults:\n  - override /parallel: 3\n", HEADER, "must be the name of an option"),
+    ("a: [1\n", HEADER, "is not valid YAML"),
+    ("run: {name: '${oc.env:AWS_SECRET}'}\n", HEADER, "must not read the environment variable AWS_SECRET"),
+    ("run: {name: '${hydra:job.name}'}\n", HEADER, "supported are ${SECTION.KEY}"),
+    ("run: {_target_: os.system}\n", HEADER, "'_target_' is not supported"),
+    ("hydra: {run: {dir: /tmp}}\n", HEADER, "unknown key"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "header", "message"),
-    [
-        (PARENT, "# no header\n", "first line of a recipe must be `# @package _global_`"),
-        ("defaults:\n  - _self_\n  - tiny\n", HEADER, "_self_ must be the last"),
-        ("defaults: tiny\n", HEADER, "defaults must be a list"),
-        ("defaults:\n  - ../secret\n", HEADER, "name other recipes, not paths: '../secret'"),
-        ("defaults:\n  - /etc/x.yaml\n", HEADER, "name other recipes, not paths"),
-        ("defaults:\n  - tinny\n", HEADER, "there is no recipe 'tinny'; did you mean 'tiny'"),
-        ("defaults:\n  - override /parallel: 3\n", HEADER, "must be the name of an option"),
-        ("a: [1\n", HEADER, "is not valid YAML"),
-        ("run: {name: '${oc.env:AWS_SECRET}'}\n", HEADER, "must not read the environment variable AWS_SECRET"),
-        ("run: {name: '${hydra:job.name}'}\n", HEADER, "supported are ${SECTION.KEY}"),
-        ("run: {_target_: os.system}\n", HEADER, "'_target_' is not supported"),
-        ("hydra: {run: {dir: /tmp}}\n", HEADER, "unknown key"),
-    ],
+    slow_but(FORBIDDEN, *FORBIDDEN[::3]),
 )
 def test_what_a_recipe_may_not_hold(folder, text, header, message):
     write(folder / "bad.yaml", text, header)
@@ -139,7 +144,7 @@ def test_a_chain_that_is_too_long_is_no_circle(folder):
 
 
 @pytest.mark.parametrize("entry", ["tiny", "recipe: tiny", "/recipe: tiny", "override /recipe: tiny"])
-@pytest.mark.parametrize("parent_first", [True, False])
+@pytest.mark.parametrize("parent_first", slow_but([True, False], True))
 def test_a_recipe_may_start_from_one_and_pick_options(folder, entry, parent_first):
     entries = [f"  - {entry}\n", "  - override /model: llama_tiny\n  - override /parallel: tp2\n"]
     write(folder / "mine.yaml", "defaults:\n" + "".join(entries if parent_first else entries[::-1]) + "  - _self_\n")
@@ -208,7 +213,7 @@ MODELS = [("model", quarter) for quarter in range(4)]
 OTHERS = [(group, None) for group in GROUPS if group != "model"]
 
 
-@pytest.mark.parametrize(("group", "quarter"), slow_but([*OTHERS, *MODELS], *OTHERS, every=MODELS[:1]))
+@pytest.mark.parametrize(("group", "quarter"), slow_but([*OTHERS, *MODELS], *OTHERS[::3], every=[*OTHERS, MODELS[0]]))
 def test_every_option_composes_and_is_told_in_a_comment(group, quarter):
     composer = Composer()
     options = option_names(group)[quarter or 0 :: 1 if quarter is None else 4]
@@ -221,7 +226,7 @@ def test_every_option_composes_and_is_told_in_a_comment(group, quarter):
 
 
 @pytest.mark.parametrize("name", ["tp2", "zero3dp2sp", "tp2tp4"])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", slow_but([False, True], False))
 def test_a_file_cannot_redefine_a_layout(tmp_path, monkeypatch, name, beside):
     """parallel=tp2 means the same in every folder."""
     monkeypatch.chdir(tmp_path)

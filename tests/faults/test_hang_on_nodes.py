@@ -78,6 +78,7 @@ def test_a_stopped_rank_of_any_node_is_named_within_its_limit(tmp_path, stopped)
     assert running(worker_pids(run)) == []
 
 
+@pytest.mark.slow
 def test_the_agents_restart_the_workers_after_a_hang(tmp_path):
     run = RunDirectory(tmp_path / "run")
     fault = {"FAKE_FAULT": "stop:1:7,kill:0:12:2,stop:1:15:3", "FAKE_STEP_SECONDS": "0.05"}

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 from token_files import sentences, small_tokenizer
 
 from megalaunch.data.errors import DataError
@@ -62,7 +63,7 @@ def one_pass(corpus, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_but([1, 2], 2))
 def test_killed_again_and_again(corpus, one_pass, tmp_path, workers):
     command = [sys.executable, "-c", RUN, *map(str, (*corpus, tmp_path / "out", workers))]
     draw, killed = random.Random(workers), 0
@@ -89,7 +90,7 @@ def test_killed_again_and_again(corpus, one_pass, tmp_path, workers):
     assert not list(tmp_path.glob(".out*"))
 
 
-@pytest.mark.parametrize("step", ["assemble", "rename", "second rename"])
+@pytest.mark.parametrize("step", slow_but(["assemble", "rename", "second rename"], "second rename"))
 def test_an_end_while_the_final_names_are_given(corpus, one_pass, tmp_path, monkeypatch, step):
     calls = 0
     real = Path.replace

@@ -169,6 +169,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_an_error_with_its_fix(hub, monkeypatch):
     gated, private = hub.repository("org/gated"), hub.repository("org/private")
     gated.commit({"config.json": b"{}"})

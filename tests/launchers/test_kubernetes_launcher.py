@@ -9,6 +9,7 @@ import pytest
 import yaml
 from fake_kubectl import FakeKubectl
 from launching import wait_until
+from slow_cases import slow_but
 from training import tiny_overrides
 from typer.testing import CliRunner
 
@@ -196,35 +197,38 @@ def test_an_outcome_of_the_run_is_shown(cluster, tmp_path):
     assert (watched.exit_code, "finished all 20 steps" in watched.stdout) == (0, True)
 
 
+REFUSED = [
+    (
+        "create --dry-run=server",
+        'error: unable to recognize "x": no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
+        "fix:  install its controller in the cluster, or set launcher.kubernetes.kind=job",
+    ),
+    (
+        "create --dry-run=server",
+        "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
+        "fix:  `kubectl get pods` must work here: choose a cluster by launcher.kubernetes.context",
+    ),
+    (
+        "create",
+        'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot create resource "jobs"',
+        "fix:  ask for the right to create it, or name another launcher.kubernetes.namespace",
+    ),
+    (
+        "create",
+        'Error from server (NotFound): namespaces "team" not found',
+        "fix:  create the namespace, or name another in launcher.kubernetes.namespace",
+    ),
+    (
+        "config",
+        'error: context "x" does not exist',
+        "fix:  `kubectl config get-contexts` lists the values of launcher.kubernetes.context",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("verb", "message", "told"),
-    [
-        (
-            "create --dry-run=server",
-            'error: unable to recognize "x": no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
-            "fix:  install its controller in the cluster, or set launcher.kubernetes.kind=job",
-        ),
-        (
-            "create --dry-run=server",
-            "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
-            "fix:  `kubectl get pods` must work here: choose a cluster by launcher.kubernetes.context",
-        ),
-        (
-            "create",
-            'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot create resource "jobs"',
-            "fix:  ask for the right to create it, or name another launcher.kubernetes.namespace",
-        ),
-        (
-            "create",
-            'Error from server (NotFound): namespaces "team" not found',
-            "fix:  create the namespace, or name another in launcher.kubernetes.namespace",
-        ),
-        (
-            "config",
-            'error: context "x" does not exist',
-            "fix:  `kubectl config get-contexts` lists the values of launcher.kubernetes.context",
-        ),
-    ],
+    slow_but(REFUSED, *REFUSED[::3]),
 )
 def test_what_the_cluster_refuses_is_explained(cluster, tmp_path, verb, message, told):
     cluster.refuse(verb, message)

@@ -114,6 +114,7 @@ def test_a_dry_run_prints_the_placement_group_and_the_orders(tmp_path, monkeypat
     assert "canary-of-a-token" not in done.output
 
 
+@pytest.mark.slow
 def test_an_address_without_a_cluster_is_named(tmp_path):
     pytest.importorskip("ray")
     overrides = tiny_overrides(tmp_path, *_RAY, "launcher.ray.address='no port'")

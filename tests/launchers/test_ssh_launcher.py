@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import tiny_spec, wait_until
+from slow_cases import slow_but
 from training import tiny_overrides
 from typer.testing import CliRunner
 
@@ -81,24 +82,27 @@ def test_a_dry_run_prints_each_command_and_its_order_without_a_secret(ssh, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+ANSWERS = [
+    ("echo me@a: Permission denied >&2; exit 255", "node 0 (me@a) refuses the login: me@a: Permission denied"),
+    ("echo Host key verification failed. >&2; exit 255", "node 0 (me@a) has an unknown host key"),
+    ("echo connect to host a: No route to host >&2; exit 255", "node 0 (me@a) is not reached: connect to host a"),
+    ("echo sh: python: not found >&2; exit 127", "has no /opt/python: sh: python: not found"),
+    ("echo No module named megalaunch >&2; exit 1", "node 0 (me@a) has no megalaunch for /opt/python"),
+    ("exit 3", "node 0 (me@a) did not start: ssh ended with code 3"),
+    (
+        """echo '{"greeting": {"python": "3.1", "megalaunch": "0.1.0"}}'; read order""",
+        f"node 0 (me@a) has python 3.1 in place of {greeting()['python']}",
+    ),
+    (
+        f"""echo '{json.dumps({"greeting": greeting()})}'; read order; echo '{{"refused": "is full"}}'""",
+        "node 0 (me@a) is full",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [
-        ("echo me@a: Permission denied >&2; exit 255", "node 0 (me@a) refuses the login: me@a: Permission denied"),
-        ("echo Host key verification failed. >&2; exit 255", "node 0 (me@a) has an unknown host key"),
-        ("echo connect to host a: No route to host >&2; exit 255", "node 0 (me@a) is not reached: connect to host a"),
-        ("echo sh: python: not found >&2; exit 127", "has no /opt/python: sh: python: not found"),
-        ("echo No module named megalaunch >&2; exit 1", "node 0 (me@a) has no megalaunch for /opt/python"),
-        ("exit 3", "node 0 (me@a) did not start: ssh ended with code 3"),
-        (
-            """echo '{"greeting": {"python": "3.1", "megalaunch": "0.1.0"}}'; read order""",
-            f"node 0 (me@a) has python 3.1 in place of {greeting()['python']}",
-        ),
-        (
-            f"""echo '{json.dumps({"greeting": greeting()})}'; read order; echo '{{"refused": "is full"}}'""",
-            "node 0 (me@a) is full",
-        ),
-    ],
+    slow_but(ANSWERS, *ANSWERS[::3]),
 )
 def test_what_a_host_answers_is_explained_with_a_fix(ssh, tmp_path, answer, message):
     ssh(answer)
@@ -192,15 +196,18 @@ def playing_hosts(code):
     return f"{first}; read order; {'; '.join(others)}"
 
 
+FAILED = [
+    (5, 2, 2, 5),  # a node or its agent has crashed
+    (-9, 2, 2, 5),
+    (-9, 1, 2, 5),
+    (5, 1, 0, 5),  # the launcher of the one node has restarted its workers already
+    (3, 2, 0, 5),  # ended on purpose: a restart would end alike
+]
+
+
 @pytest.mark.parametrize(
     ("code", "nodes", "restarts", "exit_code"),
-    [
-        (5, 2, 2, 5),  # a node or its agent has crashed
-        (-9, 2, 2, 5),
-        (-9, 1, 2, 5),
-        (5, 1, 0, 5),  # the launcher of the one node has restarted its workers already
-        (3, 2, 0, 5),  # ended on purpose: a restart would end alike
-    ],
+    slow_but(FAILED, *FAILED[::3]),
 )
 def test_failed_nodes_are_started_again_within_the_budget(ssh, tmp_path, code, nodes, restarts, exit_code):
     ssh(playing_hosts(code))

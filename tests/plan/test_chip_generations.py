@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from made_specs import LAPTOP, resolved
+from slow_cases import slow_but
 
 from megalaunch.plan.attention_backends import choose_kernel, describe_backend
 from megalaunch.plan.check import check
@@ -20,6 +21,7 @@ WIDE = (
 )  # fmt: skip
 WITHOUT_BF16 = ("t4", "v100", "v100_32gb")
 ADA = ("l40s", "rtx4090")
+BEFORE_AMPERE = slow_but(WITHOUT_BF16, "v100")
 
 
 def _found(*overrides: str) -> list[Finding]:
@@ -27,7 +29,7 @@ def _found(*overrides: str) -> list[Finding]:
     return [f for f in check(spec, composition.origins, "validate", LAPTOP) if f.severity != "note"]
 
 
-@pytest.mark.parametrize("chip", WITHOUT_BF16)
+@pytest.mark.parametrize("chip", BEFORE_AMPERE)
 def test_bf16_is_refused_where_no_unit_multiplies_it(chip):
     (error,) = _found(*TINY, f"platform={chip}", "precision=bf16")
     assert (error.rule, error.severity, error.path) == ("precision.bf16_chip", "error", "precision.compute_dtype")
@@ -45,7 +47,7 @@ def test_the_fix_for_bf16_takes_along_what_fp16_does_not_allow():
     assert error.fixes[0] == "precision.compute_dtype=fp16 precision.main_params_dtype=fp32"
 
 
-@pytest.mark.parametrize("chip", WITHOUT_BF16)
+@pytest.mark.parametrize("chip", BEFORE_AMPERE)
 def test_auto_is_fp32_where_no_unit_multiplies_bf16_and_names_fp16(chip):
     spec, composition = resolved(*TINY, f"platform={chip}", "precision=auto")
     assert spec.precision.compute_dtype == "fp32"
@@ -54,7 +56,7 @@ def test_auto_is_fp32_where_no_unit_multiplies_bf16_and_names_fp16(chip):
     assert notes["precision.compute_dtype"].message == f"fp32 ({chip} has no native bf16; precision=fp16 is faster)"
 
 
-@pytest.mark.parametrize("chip", WITHOUT_BF16)
+@pytest.mark.parametrize("chip", BEFORE_AMPERE)
 def test_fp8_before_ampere_has_fp16_as_its_fix(chip):
     (error,) = _found(*TINY, f"platform={chip}", "precision=fp8")
     assert (error.rule, error.fixes) == ("fp8.chip", ("precision.compute_dtype=fp16",))
@@ -63,20 +65,20 @@ def test_fp8_before_ampere_has_fp16_as_its_fix(chip):
     assert error.fixes[0] == "precision.compute_dtype=fp16 precision.emulate=false"
 
 
-@pytest.mark.parametrize("chip", WITHOUT_BF16)
+@pytest.mark.parametrize("chip", BEFORE_AMPERE)
 def test_tf32_before_ampere_has_no_effect(chip):
     (warning,) = _found(*TINY, f"platform={chip}", "precision=tf32")
     assert (warning.rule, warning.fixes) == ("precision.tf32_idle", ("precision.tf32=false",))
     assert not _found(*TINY, "platform=rtx3090", "precision=tf32")
 
 
-@pytest.mark.parametrize("chip", ADA)
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("chip", slow_but(ADA, "l40s"))
+@pytest.mark.parametrize("recipe", slow_but(["tensorwise", "delayed", "rowwise"], "rowwise"))
 def test_ada_multiplies_fp8_with_scales_of_tensors_and_rows(chip, recipe):
     assert not _found(*TINY, *WIDE, f"platform={chip}", "precision=fp8", f"precision.fp8.recipe={recipe}")
 
 
-@pytest.mark.parametrize("chip", ADA)
+@pytest.mark.parametrize("chip", slow_but(ADA, "l40s"))
 @pytest.mark.parametrize(
     ("recipe", "needs"),
     [("blockwise", "Hopper (h100, h100_pcie, h100_nvl, h200)"), ("mxfp8", "Blackwell (b200, gb200)")],
@@ -100,8 +102,8 @@ def test_what_other_chips_have_is_named_too():
     assert error.rule == "fp8.fnuz_chip"  # the formats are the cause, whatever the scales are of
 
 
-@pytest.mark.parametrize("chip", WITHOUT_BF16)
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "flash_attn", "te"])
+@pytest.mark.parametrize("chip", BEFORE_AMPERE)
+@pytest.mark.parametrize("backend", slow_but(["flash", "cudnn", "flash_attn", "te"], "flash"))
 def test_fused_attention_of_ampere_is_refused_before_it(chip, backend):
     fp16 = (*TINY, "precision=fp16")
     (error,) = _found(*fp16, f"platform={chip}", f"model.attention_backend={backend}")

@@ -8,6 +8,7 @@ import pytest
 from made_specs import resolved
 from published_llmq_runs import ONE_DEVICE
 from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
+from slow_cases import slow_but
 
 from megalaunch.plan.memory import ENGINE, MEGATRON, predict_memory
 from megalaunch.plan.memory.in_flight import in_flight
@@ -170,7 +171,10 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves(llama):
     assert four < predict_memory(tp4).activations < one
 
 
-@pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *ONE_DEVICE, *MEMORY_7B], ids=lambda run: run.name)
+RUNS = [*DGXC, *BRIDGE, *OTHERS, *ONE_DEVICE, *MEMORY_7B]
+
+
+@pytest.mark.parametrize("run", slow_but(RUNS, *RUNS[::3]), ids=lambda run: run.name)
 def test_ranks_hold_every_parameter_once(run):
     """Over tensor, expert and pipeline ranks the sharded parameters sum to the model's."""
     spec = run.spec

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from made_specs import AMX_SERVER, H100_NODE, LAPTOP, resolved
+from slow_cases import slow_but
 
 from megalaunch.config.compose import compose
 from megalaunch.plan.check import check
@@ -52,7 +53,10 @@ def test_a_huge_batch_of_a_pipeline_is_divided_at_once():
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize(("layout", "micro"), [("pp2", 4), ("pp4", 2), ("pp2vpp2", 2), ("pp2dp2", 2), ("pp2dp8", 1)])
+@pytest.mark.parametrize(
+    ("layout", "micro"),
+    slow_but([("pp2", 4), ("pp4", 2), ("pp2vpp2", 2), ("pp2dp2", 2), ("pp2dp8", 1)], ("pp2", 4), ("pp2dp8", 1)),
+)
 def test_a_pipeline_gets_a_microbatch_for_every_stage(layout, micro):
     spec, _ = resolved("recipe=quickstart", f"parallel={layout}")
     assert spec.batch.micro_batch_size == micro
@@ -75,15 +79,18 @@ def test_a_cpu_has_the_workers_that_the_layout_needs(overrides, devices, dp):
     assert (spec.cluster.devices_per_node, spec.parallel.dp) == (devices, dp)
 
 
+GRIDS = [
+    (["parallel=ep4", "cluster.cpu_workers=1"], 4, 4),
+    (["parallel=ep2"], 2, 2),
+    (["parallel=tp2spep4", "cluster.cpu_workers=6"], 4, 2),
+    (["parallel=ep2etp2"], 4, 4),
+    (["parallel=pp2ep2"], 4, 2),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "devices", "dp"),
-    [
-        (["parallel=ep4", "cluster.cpu_workers=1"], 4, 4),
-        (["parallel=ep2"], 2, 2),
-        (["parallel=tp2spep4", "cluster.cpu_workers=6"], 4, 2),
-        (["parallel=ep2etp2"], 4, 4),
-        (["parallel=pp2ep2"], 4, 2),
-    ],
+    slow_but(GRIDS, GRIDS[2]),
 )
 def test_a_cpu_has_workers_for_both_grids(overrides, devices, dp):
     spec, _ = resolved("recipe=mixtral_tiny", *overrides)
@@ -139,23 +146,26 @@ def test_bf16_on_a_processor_without_it_is_a_warning():
     assert "precision.compute_dtype" not in notes("recipe=tiny", "precision=bf16", "platform=h100")
 
 
+ASSUMED = [
+    ([], 1, 8, 4),
+    (["parallel=tp4pp4"], 2, 8, 1),
+    (["parallel=tp4pp4dp2"], 4, 8, 2),
+    (["parallel=tp4pp3"], 3, 8, 2),  # both 12 and 8 divide 24
+    (["parallel=tp2dp2"], 1, 4, 2),  # part of a node
+    (["parallel=pp3"], 1, 6, 2),  # 3 whole nodes would hold 8 copies
+    (["parallel=tp5pp4"], 5, 8, 2),  # 3 nodes hold 20 ranks, and 5 are filled
+    (["parallel=tp3pp7"], 3, 8, None),  # 21 ranks: only 21 nodes are filled
+    (["parallel=tp3pp7", "cluster.devices_per_node=7"], 3, 7, 1),
+    (["parallel=tp1", "batch.global_batch_size=4"], 1, 4, 4),  # of 8, 4 divide the batch
+    (["parallel=tp4pp4", "platform=gb200"], 4, 4, 1),
+    (["parallel=tp4pp4", "cluster.devices_per_node=2"], 8, 2, 1),
+    (["parallel=tp4pp4", "cluster.nodes=4"], 4, 8, 2),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "nodes", "devices", "dp"),
-    [
-        ([], 1, 8, 4),
-        (["parallel=tp4pp4"], 2, 8, 1),
-        (["parallel=tp4pp4dp2"], 4, 8, 2),
-        (["parallel=tp4pp3"], 3, 8, 2),  # both 12 and 8 divide 24
-        (["parallel=tp2dp2"], 1, 4, 2),  # part of a node
-        (["parallel=pp3"], 1, 6, 2),  # 3 whole nodes would hold 8 copies
-        (["parallel=tp5pp4"], 5, 8, 2),  # 3 nodes hold 20 ranks, and 5 are filled
-        (["parallel=tp3pp7"], 3, 8, None),  # 21 ranks: only 21 nodes are filled
-        (["parallel=tp3pp7", "cluster.devices_per_node=7"], 3, 7, 1),
-        (["parallel=tp1", "batch.global_batch_size=4"], 1, 4, 4),  # of 8, 4 divide the batch
-        (["parallel=tp4pp4", "platform=gb200"], 4, 4, 1),
-        (["parallel=tp4pp4", "cluster.devices_per_node=2"], 8, 2, 1),
-        (["parallel=tp4pp4", "cluster.nodes=4"], 4, 8, 2),
-    ],
+    slow_but(ASSUMED, *ASSUMED[::3]),
 )
 def test_a_laptop_assumes_the_fewest_nodes_that_hold_the_layout(overrides, nodes, devices, dp):
     spec, _ = resolved("recipe=llama3_8b", *overrides)
@@ -190,15 +200,18 @@ SIXTEEN = replace(H100_NODE, devices=16)
 TWO_OF_EIGHT = Allocation("Slurm job", 2, 8)
 
 
+MACHINES = [
+    (H100_NODE, 1, 8, "this machine"),
+    (SIXTEEN, 1, 16, "this machine"),
+    (replace(H100_NODE, allocation=TWO_OF_EIGHT), 2, 8, "from the Slurm job"),
+    (replace(H100_NODE, allocation=replace(TWO_OF_EIGHT, devices_per_node=None)), 2, 8, "from the Slurm job"),
+    (replace(LAPTOP, allocation=TWO_OF_EIGHT), 2, 8, "from the Slurm job"),  # a login node
+]
+
+
 @pytest.mark.parametrize(
     ("machine", "nodes", "devices", "why"),
-    [
-        (H100_NODE, 1, 8, "this machine"),
-        (SIXTEEN, 1, 16, "this machine"),
-        (replace(H100_NODE, allocation=TWO_OF_EIGHT), 2, 8, "from the Slurm job"),
-        (replace(H100_NODE, allocation=replace(TWO_OF_EIGHT, devices_per_node=None)), 2, 8, "from the Slurm job"),
-        (replace(LAPTOP, allocation=TWO_OF_EIGHT), 2, 8, "from the Slurm job"),  # a login node
-    ],
+    slow_but(MACHINES, *MACHINES[::2]),
 )
 def test_devices_come_from_the_machine_or_the_allocation(machine, nodes, devices, why):
     spec, _ = resolved("recipe=llama3_8b", machine=machine)

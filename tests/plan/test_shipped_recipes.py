@@ -21,6 +21,9 @@ from megalaunch.schema.model import Family
 
 RECIPES = sorted(path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
 CPU_SIZED = [name for name in RECIPES if name.endswith("tiny") or name == "quickstart"]
+QUICK = (*RECIPES[::4], "quickstart", "mixtral_tiny")
+TOYS = [name for name in RECIPES if name.endswith("tiny") or name == "gpt2_124m"]
+SOME = slow_but(RECIPES, *QUICK)
 COMPOSER = Composer()
 
 
@@ -46,7 +49,7 @@ TABLE = {  # recipe: devices, tp, pp, cp, ep, sequence
 """The layouts that published measurements used."""
 
 
-@pytest.mark.parametrize(("name", "shape"), TABLE.items())
+@pytest.mark.parametrize(("name", "shape"), slow_but(TABLE.items(), *[*TABLE.items()][::3]))
 def test_the_layouts_of_the_table(name, shape):
     spec, _ = spec_on(LAPTOP, f"recipe={name}", f"cluster.nodes={shape[0] // 8}")
     p, c = spec.parallel, spec.cluster
@@ -54,7 +57,7 @@ def test_the_layouts_of_the_table(name, shape):
     assert bool(p.sequence_parallel) == (p.tp > 1)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_recipe_does_not_pin_its_cluster(name):
     origins = composed(f"recipe={name}").origins
     assert {origins[key].kind for key in origins if key.startswith("cluster.")} == {"default"}
@@ -100,7 +103,7 @@ def words_of(name, machine):
     return (f"recipe={name}", *(("batch.global_batch_size=16",) if larger else ()))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("machine", [LAPTOP, H100_NODE], ids=["laptop", "h100"])
 def test_a_recipe_is_valid_where_it_may_run(name, machine):
     overrides = words_of(name, machine)
@@ -111,7 +114,7 @@ def test_a_recipe_is_valid_where_it_may_run(name, machine):
     assert Topology.from_spec(spec_on(machine, *overrides)[0]).microbatches >= 1
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_recipe_warns_of_nothing(name):
     spec, composition = spec_on(LAPTOP, f"recipe={name}")
     warnings = [f for f in check(spec, composition.origins) if f.severity == "warning"]
@@ -128,13 +131,13 @@ FOLLOWING = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_but(RECIPES, *A_FEW, one_in=6))
+@pytest.mark.parametrize("name", slow_but(RECIPES, "quickstart", "mixtral_tiny", slow=A_FEW, one_in=6))
 def test_no_value_of_a_recipe_stops_a_shorter_run_or_another_rate(name):
     for overrides in FOLLOWING:
         assert errors(LAPTOP, f"recipe={name}", *overrides) == [], overrides
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("tiny") or name == "gpt2_124m"])
+@pytest.mark.parametrize("name", slow_but(TOYS, "tiny", "mixtral_tiny"))
 @pytest.mark.parametrize("dp", slow_but([1, 2, 4, 8], 8, every=[4]))
 def test_the_micro_batch_of_a_recipe_follows_the_layout(name, dp):
     assert errors(LAPTOP, f"recipe={name}", f"parallel=dp{dp}") == []
@@ -145,12 +148,13 @@ def test_a_recipe_says_what_it_is(name):
     assert 20 < len(read_summary(PACKAGED / f"{name}.yaml")) <= 100
 
 
-@pytest.mark.parametrize("name", slow_but(RECIPES, *A_FEW, one_in=4))
+@pytest.mark.parametrize("name", slow_but(RECIPES, "quickstart", "mixtral_tiny", slow=A_FEW, one_in=4))
 def test_a_composer_of_many_runs_composes_each_as_alone(name):
     among_others, alone = COMPOSER.compose([f"recipe={name}"]), compose([f"recipe={name}"])
     assert (among_others.spec, among_others.choices) == (alone.spec, alone.choices)
 
 
+@pytest.mark.slow  # it composes them all
 def test_every_family_has_a_recipe_and_a_cpu_sized_twin():
     families = {name: spec_on(LAPTOP, f"recipe={name}")[0].model.family for name in RECIPES}
     twins = {family for name, family in families.items() if name.endswith("_tiny")}
@@ -158,7 +162,7 @@ def test_every_family_has_a_recipe_and_a_cpu_sized_twin():
     assert twins == full == set(Family.__args__)
 
 
-@pytest.mark.parametrize("name", CPU_SIZED)
+@pytest.mark.parametrize("name", slow_but(CPU_SIZED, "quickstart", "mixtral_tiny"))
 def test_a_cpu_sized_recipe_is_small(name):
     spec, _ = spec_on(LAPTOP, f"recipe={name}", "data.corpus=x")
     assert count_parameters(spec.model).total <= (6_000_000 if name == "quickstart" else 200_000)
@@ -166,6 +170,7 @@ def test_a_cpu_sized_recipe_is_small(name):
     assert spec.batch.sequence_length * spec.batch.global_batch_size <= 2048
 
 
+@pytest.mark.slow
 def test_every_layout_file_belongs_to_a_recipe():
     used = {spec_on(LAPTOP, f"recipe={name}")[1].choices["parallel"] for name in RECIPES}
     assert set(option_names("parallel")) <= used

@@ -28,6 +28,7 @@ def measured(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_case_is_written_and_shown(measured):
     rows = {row["kind"]: row for row in json.loads((measured / "results.json").read_text())["results"]}
     forms = rows["kernels"]["forms"]

@@ -32,6 +32,7 @@ def test_a_line_that_is_gone_is_named(tmp_path):
         change.apply(tmp_path)
 
 
+@pytest.mark.slow
 def test_unnoticed_changes_and_failing_tests_are_errors(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     change = mutate.Mutation("deaf", "a.py", "x = 1", "x = 2", "test_a.py")

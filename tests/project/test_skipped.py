@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from paths import TESTS
+from slow_cases import slow_but
 
 WHOLE = """
 import pytest
@@ -27,7 +28,7 @@ def test_d(): pass
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-p", "xdist", "-n", "2"]])
+@pytest.mark.parametrize("workers", slow_but([[], ["-p", "xdist", "-n", "2"]], []))
 def test_files_and_tests_are_counted_by_reason(tmp_path, workers):
     (tmp_path / "test_whole.py").write_text(WHOLE)
     (tmp_path / "test_partly.py").write_text(PARTLY)

@@ -135,6 +135,7 @@ def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "HF_TOKEN": SECRET})
 
 
+@pytest.mark.slow
 def test_the_command_writes_it_and_says_what_is_in_it(run, tmp_path):
     target = tmp_path / "report.tar.gz"
     done = doctor("--bundle", target, "--run", run.root)

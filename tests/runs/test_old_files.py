@@ -55,7 +55,8 @@ def test_the_commands_read_the_run(old):
         assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_training_continues_as_it_did_under_another_layout(old, tmp_path, layout):
     """Weights, moments, schedule and data order: the losses are those that the old version computed itself."""
     run, checkpoint = RunDirectory(old / "run"), old / "run/checkpoints/step_00000003"

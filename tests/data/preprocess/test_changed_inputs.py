@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data import train_tokenizer
@@ -43,15 +44,18 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+CHANGES = [
+    (append, r"it changed while it was read: 4,\d+ bytes at the start, 4,\d+ now"),
+    (overwrite, r"it changed while it was read \(its modification time differs"),
+    (cut, "it changed while it was read"),
+    (Path.unlink, "cannot find it again after it was read"),
+]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (append, r"it changed while it was read: 4,\d+ bytes at the start, 4,\d+ now"),
-        (overwrite, r"it changed while it was read \(its modification time differs"),
-        (cut, "it changed while it was read"),
-        (Path.unlink, "cannot find it again after it was read"),
-    ],
+    slow_but(CHANGES, *CHANGES[:2]),
 )
 def test_a_file_that_changes_while_it_is_read(tmp_path, tokenizer, change, said, workers):
     path = write_jsonl(tmp_path / "in.jsonl", sentences(80))

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from slow_cases import slow_but
 
 from megalaunch.data.preprocess.chat import jinja_process
 from megalaunch.data.preprocess.chat.jinja_process import Rendering, TemplateProcess
@@ -40,12 +41,15 @@ def test_memory_and_output_are_bounded(template):
     )
 
 
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 10 ** (10 ** 10) }}",  # within one operation, which no signal ends
+]
+
+
 @pytest.mark.parametrize(
     "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 10 ** (10 ** 10) }}",  # within one operation, which no signal ends
-    ],
+    slow_but(ENDLESS, ENDLESS[1]),
 )
 def test_a_template_that_does_not_end(template, quick):
     with TemplateProcess("{{ messages[0].content }}") as process:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_but
 from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data.errors import DataError
@@ -264,7 +265,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.fixture(params=["forked", "spawned"])
+@pytest.fixture(params=slow_but(["forked", "spawned"], "forked"))
 def running(request, tmp_path, tokenizer_path):
     """A preprocessing of a minute or so by two workers, under way; its output prefix is `out`."""
     path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)

@@ -53,7 +53,7 @@ def found_for(recipe: str) -> tuple[SearchResult, Composition]:
     return search(spec), composition
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", slow_but(MEASURED, "8b"))
 def test_measured_layouts_rank_in_the_top_tenth(name):
     spec, _ = resolved(*MEASURED[name])
     result = search(spec, stack=MEGATRON)  # on which they were measured
@@ -70,7 +70,7 @@ def test_the_search_reports_progress():
     assert len(told) > 5
 
 
-@pytest.mark.parametrize("run", [DGXC[3], DGXC[4], DGXC[6]], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", slow_but([DGXC[3], DGXC[4], DGXC[6]], DGXC[3]), ids=lambda run: run.name)
 def test_other_measured_layouts_rank_in_the_top_tenth_too(run):
     result = search(run.spec, stack=MEGATRON)
     assert result.own is not None, result.own_fault

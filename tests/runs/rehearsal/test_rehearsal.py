@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from forked_training import train_forked
 from made_specs import resolved
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
@@ -80,7 +81,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(FORMS, "blend", "chat"))
 def test_a_dry_run_lists_what_changes_in_the_data(form, tmp_path):
     """What the phase `data` sets and the table does not list is a path of a prepared file."""
     overrides = ("recipe=llama_tiny", "model.vocab_size=300", *FORMS[form])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from made_specs import resolved
+from slow_cases import slow_but
 
 from megalaunch.config.recipes import PACKAGED
 from megalaunch.plan.check import check
@@ -111,13 +112,13 @@ def require_valid_rehearsal(spec):
     return small
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, *RECIPES[::4]))
 def test_a_recipe_shrinks_to_a_valid_run_with_its_features(recipe):
     spec, _ = resolved(f"recipe={recipe}")
     require_valid_rehearsal(spec)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "headline", "zbv", "both", "written"))
 def test_a_layout_shrinks_to_a_valid_run_with_its_features(layout):
     require_valid_rehearsal(trained_spec(*LAYOUTS[layout]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from slow_cases import slow_but
 
 from megalaunch.config.compose import Composer, compose, read_axis
 from megalaunch.config.errors import ConfigError
@@ -79,14 +80,17 @@ def test_a_finite_space_is_used_up():
     assert len(list(random_points(axes, 0))) == 4
 
 
+COMPOSED = [
+    ["recipe=tiny", "parallel=tp3", "schedule=wsd", "model=quickstart"],
+    ["recipe=llama3_8b", "precision=fp32", "platform=b200", "optimizer.lr=1e-3"],
+    ["recipe=llama3_8b", "recompute=full", "recompute.num_layers=2"],
+    ["recipe=quickstart", "data=none"],
+]
+
+
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["recipe=tiny", "parallel=tp3", "schedule=wsd", "model=quickstart"],
-        ["recipe=llama3_8b", "precision=fp32", "platform=b200", "optimizer.lr=1e-3"],
-        ["recipe=llama3_8b", "recompute=full", "recompute.num_layers=2"],
-        ["recipe=quickstart", "data=none"],
-    ],
+    slow_but(COMPOSED, COMPOSED[1]),
 )
 def test_composing_many_gives_what_composing_one_gives(overrides):
     composer = Composer()

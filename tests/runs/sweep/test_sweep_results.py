@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from made_specs import LAPTOP
+from slow_cases import slow_but
 
 from megalaunch.config.compose import compose
 from megalaunch.config.write_recipe import recipe_text
@@ -148,14 +149,17 @@ def test_points_that_come_to_the_same_run_run_once(tmp_path):
     assert "the same run as point 2" in judged[2].reasons[0].message
 
 
+COMPOSED = [
+    ["recipe=tiny", "parallel=tp2", "optimizer.lr=3e-3"],
+    ["recipe=llama3_8b", "parallel.tp=4", "precision.compute_dtype=fp32", "parallel.sequence_parallel=true"],
+    ["recipe=llama3_8b", "recompute=selective", "recompute.modules=[mlp,norm]", "batch.micro_batch_size=null"],
+    ["recipe=quickstart", "parallel.schedule=gpipe", "train.sample_prompt='a: b'"],
+]
+
+
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["recipe=tiny", "parallel=tp2", "optimizer.lr=3e-3"],
-        ["recipe=llama3_8b", "parallel.tp=4", "precision.compute_dtype=fp32", "parallel.sequence_parallel=true"],
-        ["recipe=llama3_8b", "recompute=selective", "recompute.modules=[mlp,norm]", "batch.micro_batch_size=null"],
-        ["recipe=quickstart", "parallel.schedule=gpipe", "train.sample_prompt='a: b'"],
-    ],
+    slow_but(COMPOSED, COMPOSED[2]),
 )
 def test_a_composition_written_as_a_recipe_composes_to_the_same_spec(tmp_path, overrides):
     composition = compose([*overrides, "run.name=x", f"run.directory={tmp_path}"])
