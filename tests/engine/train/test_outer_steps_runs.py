@@ -32,8 +32,8 @@ def stop_in_step(number):
     def spoil(rank: Rank) -> None:
         real = TrainStep.run
 
-        def run(self, step, batch, received=None, problem=None):
-            return real(self, step, batch, signal.SIGTERM if step == number else received, problem)
+        def run(self, step, batch, stop_request, problem=None):
+            return real(self, step, batch, (lambda: signal.SIGTERM) if step == number else stop_request, problem)
 
         TrainStep.run = run
 
