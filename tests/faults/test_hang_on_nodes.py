@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faulty_step import write_faulty_step
 from launching import events_of, running, steps_of, wait_until, worker_pids
 from several_nodes import ended_processes, slurm_step, start_nodes, start_training_nodes
 
@@ -16,27 +17,6 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
 pytestmark = pytest.mark.timed
-
-# Python runs a file of this name at its start. A loop in bytecode, as of a data set that never yields.
-_LOOPS = """
-import os, sys, threading, time
-
-def spoil():
-    name = "megalaunch.engine.train.train_step"
-    while not hasattr(sys.modules.get(name), "TrainStep"):
-        time.sleep(0.01)
-    real = sys.modules[name].TrainStep.run
-
-    def run(self, number, *rest):
-        while number == 60 and os.environ["RANK"] == "1":
-            pass
-        return real(self, number, *rest)
-
-    sys.modules[name].TrainStep.run = run
-
-if "megalaunch.engine.agent" in sys.orig_argv:
-    threading.Thread(target=spoil, daemon=True).start()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +75,7 @@ def test_a_rank_that_makes_no_progress_is_named_with_the_stacks_of_all(tmp_path,
     run = RunDirectory(tmp_path / "run")
     environment = {}
     if kind == "loop":
-        (tmp_path / "sitecustomize.py").write_text(_LOOPS)
+        write_faulty_step(tmp_path, rank=1, step=60, fault="while True: pass")  # as a data set that never yields
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     nodes = start_training_nodes(tmp_path, "train.steps=4000", "launcher.max_restarts=0", shared=shared, **environment)
     with_nodes = ended_processes(nodes)

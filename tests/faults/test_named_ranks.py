@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faulty_step import write_faulty_step
 from launching import events_of, running, steps_of, wait_until, worker_pids
 from training import train_tiny, training
 
@@ -20,28 +21,6 @@ pytestmark = pytest.mark.timed
 
 TIMEOUT = 12
 OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
-
-# Python runs a file of this name at its start: that is how a worker, forked by an agent, comes to do what none does.
-SPOILED = """
-import os, sys, threading, time
-
-def spoil():
-    name = "megalaunch.engine.train.train_step"
-    while not hasattr(sys.modules.get(name), "TrainStep"):
-        time.sleep(0.01)
-    real = sys.modules[name].TrainStep.run
-
-    def run(self, number, *rest):
-        if number == 4 and os.environ["RANK"] == "{rank}":
-            import torch, torch.distributed as dist
-            {fault}
-        return real(self, number, *rest)
-
-    sys.modules[name].TrainStep.run = run
-
-if "megalaunch.engine.agent" in sys.orig_argv:
-    threading.Thread(target=spoil, daemon=True).start()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +84,8 @@ FAULTS = {
         "it calls all_reduce of [2], the other ranks of its world group call all_gather of [1]; it is at engine/",
     ),
     # A match of exponential time: C code that keeps the interpreter's lock, so that no other thread of the worker runs.
-    "an_endless_loop": ("tp2pp2", 2, "pp1 tp0", "__import__('re').match('(a+)+$', 60 * 'a' + 'b')", "it is busy"),
+    # It may answer the request for its stack, and is "busy while the other ranks wait", or not, and "has not called".
+    "an_endless_loop": ("tp2pp2", 2, "pp1 tp0", "__import__('re').match('(a+)+$', 60 * 'a' + 'b')", "the other ranks wait"),
 }
 
 
@@ -114,7 +94,7 @@ FAULTS = {
 )
 def test_a_rank_that_falls_out_of_step(tmp_path, shared, name):
     layout, rank, coordinates, fault, said = FAULTS[name]
-    (tmp_path / "sitecustomize.py").write_text(SPOILED.format(rank=rank, fault=fault))
+    write_faulty_step(tmp_path, rank, step=4, fault=fault)
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0")
     code, _, err = train_tiny(tmp_path, *overrides, shared=shared, PYTHONPATH=python_path)
