@@ -74,7 +74,7 @@ def all_to_all_v_async(
 
 
 def ring_shift_async(x: Tensor, axis: Axis, step: Literal[1, -1] = 1) -> AsyncCollective:
-    """Send `x` to the next rank of the ring, and return what the previous rank sent; -1: the other way round."""
+    """Send `x` to the rank `step` further round the ring, and return what the rank `step` before this one sent."""
     rows = x.shape[0]
     input_splits = [rows if rank == (axis.rank + step) % axis.size else 0 for rank in range(axis.size)]
     output_splits = [rows if rank == (axis.rank - step) % axis.size else 0 for rank in range(axis.size)]

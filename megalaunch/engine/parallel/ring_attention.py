@@ -79,7 +79,7 @@ class RingAttention(torch.autograd.Function):
             inputs = BlockInputs(q, *_unpack(kv_block, ctx.shapes), mask, ctx.scoring, ctx.kernel)
             of_block = torch.zeros_like(kv_block, dtype=torch.float32)
             add_gradients(inputs, shared, dq, *_unpack(of_block, ctx.shapes))
-            # `sums` keeps what is being sent until here.
+            # Until here `sums` keeps alive the tensor that is being sent.
             sums = of_block.add_(coming_sums.wait()) if coming_sums else of_block
             coming_sums = None if is_last else ring_shift_async(sums, axis, step=-1)
             kv_block = coming.wait() if coming else kv_block

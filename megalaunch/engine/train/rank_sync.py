@@ -18,7 +18,7 @@ from torch import Tensor
 from megalaunch.engine.run_end import RankError, RunEnd
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-"""The signals that end a run, the first that any rank has received counts. SIGALRM: its time is over."""
+"""The signals that end a run; of several received, the first of this order counts. SIGALRM: the time limit is over."""
 
 
 @dataclass(frozen=True)

@@ -286,9 +286,9 @@ class Trainer:
 
     @property
     def _stop_request(self) -> signal.Signals | None:
-        """The signal that this rank has received, SIGALRM once the time is over: not before the first step.
+        """The signal that this rank has received, or SIGALRM once the time limit is over.
 
-        Nor after the last one, which the end of the run follows.
+        The limit counts neither before the first step of a launch nor after the last, when the run ends anyway.
         """
         is_exempt = self.step in (self._first_step, self._last_step)
         return self._stop.request(None if is_exempt else self._spec.train.exit_duration_in_mins)
