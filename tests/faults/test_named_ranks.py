@@ -85,7 +85,13 @@ FAULTS = {
     ),
     # A match of exponential time: C code that keeps the interpreter's lock, so that no other thread of the worker runs.
     # It may answer the request for its stack, and is "busy while the other ranks wait", or not, and "has not called".
-    "an_endless_loop": ("tp2pp2", 2, "pp1 tp0", "__import__('re').match('(a+)+$', 60 * 'a' + 'b')", "the other ranks wait"),
+    "an_endless_loop": (
+        "tp2pp2",
+        2,
+        "pp1 tp0",
+        "__import__('re').match('(a+)+$', 60 * 'a' + 'b')",
+        "the other ranks wait",
+    ),
 }
 
 
