@@ -68,7 +68,7 @@ def ours(work: Work, **parallel: object) -> OneStep:
     def one() -> float:
         nonlocal done
         done += 1
-        return step.run(done, replace(batch), None).loss
+        return step.run(done, replace(batch)).loss
 
     return one
 

@@ -56,8 +56,8 @@ def train_steps(workload: Workload, setting: Setting) -> dict[str, Any]:
         step = make_observed_step(spec, mesh, model, optimizer, NO_OBSERVER)
         batch = _batch(spec, device)
         numbers = iter(range(1, 1000))
-        found = _time(lambda: step.run(next(numbers), replace(batch), None).loss, spec, device)
-        found["profile"] = _profile(lambda: step.run(next(numbers), replace(batch), None).loss, spec, device)
+        found = _time(lambda: step.run(next(numbers), replace(batch)).loss, spec, device)
+        found["profile"] = _profile(lambda: step.run(next(numbers), replace(batch)).loss, spec, device)
     finally:
         destroy_process_group()
     return found | _predictions(spec, found)
