@@ -185,12 +185,35 @@ def test_notes_say_what_was_ignored_and_that_weights_are_another_override(here):
     assert compose(["recipe=quickstart", "model=tiny"]).notes == ()
 
 
+def test_switches_to_run_code_have_no_effect_and_are_noted(here):
+    """A folder must not decide that its code is trusted: only the known family is read, and the note names both."""
+    plain = compose(["recipe=quickstart", f"model={write(here / 'hf', SMOL)}"])
+    switches = {
+        "auto_map": {"AutoConfig": "configuration_smol.SmolConfig", "AutoModelForCausalLM": "modeling_smol.SmolLM"},
+        "trust_remote_code": True,
+        "_attn_implementation_internal": "org/kernels",
+    }
+    composition = compose(["recipe=quickstart", f"model={write(here / 'hf', {**SMOL, **switches})}"])
+    assert composition.spec.model == plain.spec.model
+    ignored = {note.message for note in composition.notes} - {note.message for note in plain.notes}
+    assert {message.split("config.json: ")[1] for message in ignored} == {
+        "auto_map names the folder's own code ('modeling_smol.SmolLM'), which is never run: the model is built as "
+        "family llama, and computes what that family computes",
+        "trust_remote_code (True) is ignored: code of a model folder is never run",
+        "_attn_implementation_internal ('org/kernels') is ignored: code of a model folder is never run",
+    }
+
+
 GGUF = "is GGUF, quantised for llama.cpp.*take the Hugging Face folder"
 REFUSED = {
     "unknown key": ({**SMOL, "use_mrope": True}, r"use_mrope \(True\) is unknown .*conf/model/NAME.yaml"),
     "unknown architecture": (
         {"model_type": "mamba"},
         "'mamba' is not supported; .*conf/model/NAME.yaml",
+    ),
+    "code of its own": (
+        {"model_type": "mamba", "auto_map": {"AutoModelForCausalLM": "org/repo--modeling_mamba.MambaForCausalLM"}},
+        "'mamba' is not supported; .*names its own code .'org/repo--modeling_mamba.MambaForCausalLM'.*never run; take",
     ),
     "no model_type": ({}, "model_type None is not supported"),
     "missing keys": ({"model_type": "llama"}, "config.json has no hidden_size; repair the file"),

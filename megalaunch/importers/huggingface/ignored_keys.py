@@ -14,7 +14,6 @@ METADATA = frozenset(
     {
         "_attn_implementation",
         "_attn_implementation_autoset",
-        "_attn_implementation_internal",
         "_commit_hash",
         "_name_or_path",
         "_num_labels",
@@ -61,6 +60,7 @@ METADATA = frozenset(
 )
 _GENERATION = "a setting of text generation (generation_config.json)"
 _TRAINING = "a setting of training or loading"
+_CODE = "code of a model folder is never run"
 # Keys ignored at any value, with the reason.
 _IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -131,7 +131,7 @@ _IGNORED: Mapping[str, str] = {
     "boi_token_index": "a token of images",
     "eoi_token_index": "a token of images",
     "image_token_index": "a token of images",
-    "custom_pipelines": "code of a model folder is never run",
+    **dict.fromkeys(("_attn_implementation_internal", "custom_pipelines", "trust_remote_code"), _CODE),
     "mask_token_id": "the id of a special token",
     "n_special": "the number of special tokens of the first GPT",
     "num_labels": "a setting of classifiers",

@@ -29,6 +29,7 @@ from megalaunch.importers.huggingface import (
 from megalaunch.importers.huggingface.family import FamilySpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.multimodal import split_config
+from megalaunch.importers.huggingface.own_code import names_own_code
 from megalaunch.importers.huggingface.rope import fields_without_effect
 from megalaunch.plan.attention_factor import attention_factor
 from megalaunch.plan.layers import list_layers
@@ -97,9 +98,13 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
     text, outer = (config, ConfigFile({})) if multimodal is None else split_config(config, multimodal.model_type)
     kind = text.get("model_type")
     family = _BY_TYPE.get(kind) if isinstance(kind, str) else None
+    own_code = names_own_code(config) or names_own_code(text)
     if family is None:
         known = ", ".join((*_BY_TYPE, *_BY_MULTIMODAL_TYPE))
-        raise FamilyError([f"config.json: model_type {kind!r} is not supported; the supported types are {known}"])
+        never_run = f"; the folder names its {own_code}, which is never run" if own_code else ""
+        raise FamilyError(
+            [f"config.json: model_type {kind!r} is not supported; the supported types are {known}{never_run}"]
+        )
     file = ConfigFile({**family.defaults, **_rename_aliases(family, text)})
     values = family.read(file)
     file.reject_unknown_keys()
@@ -107,6 +112,11 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
         raise FamilyError([*outer.problems, *file.problems])
     if notes is not None:
         notes += [*outer.notes, *file.notes]
+        if own_code:
+            notes.append(
+                f"config.json: auto_map names the folder's {own_code}, which is never run: the model is built as "
+                f"family {family.name}, and computes what that family computes"
+            )
     try:
         return build_section(ModelSpec, {"name": name, "family": family.name, **values}, "model.")
     except SpecError as error:
