@@ -16,7 +16,7 @@ from megalaunch.schema.moe import MoESpec
 class Layer:
     """One layer; `window` is the tokens that a query attends to (None: all), `mtp` marks an MTP depth.
 
-    `rotated`: RoPE is applied to its queries and keys.
+    `rotated`: RoPE is applied to its queries and keys. `bf16`: in a run in FP8 its matmuls are in bf16.
     """
 
     index: int
@@ -24,6 +24,7 @@ class Layer:
     window: int | None
     mtp: bool
     rotated: bool = True
+    bf16: bool = False
 
 
 @lru_cache(maxsize=64)

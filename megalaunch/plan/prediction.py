@@ -210,6 +210,7 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
     profile = profile_for(spec)
     yield from _memory_assumptions(spec, profile)
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
+    kinds = {replace(kind, bf16=False) for kind in kinds}  # a layer saves the same in bf16 as in fp8
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
         name = ("MTP depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
             f" with window {kind.window}" if kind.window else ""

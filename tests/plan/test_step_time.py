@@ -18,6 +18,7 @@ from megalaunch.plan.cost.stacks import ENGINE_EAGER, ENGINE_WITHOUT_TRITON, Sta
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
+from megalaunch.plan.stage_params import chunks_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import with_values
@@ -228,6 +229,33 @@ def test_the_kernels_are_those_of_the_spec(seventy):
     cast = _with(seventy, precision__compute_dtype="fp8")
     assert step_time(cast).memory > 1.2 * eager.memory
     assert step_time(cast, ENGINE_WITHOUT_TRITON).memory > 2 * step_time(cast).memory
+
+
+def test_matmuls_of_a_run_in_fp8_that_stay_in_bf16(seventy):
+    """Of 80 layers 4 first and 4 last ones; of every layer in fp8 a third of its matmuls, those of weight gradients.
+
+    With pp4 the middle stages hold no layer in bf16: the slowest stage has 4 of its 20.
+    """
+    one_stage = _with(seventy, precision__compute_dtype="fp8", parallel__pp=1, parallel__vpp=1, parallel__dp=8)
+    bf16 = step_time(_with(one_stage, precision__compute_dtype="bf16")).matmul
+    fp8 = step_time(one_stage)
+    ends = {"precision__fp8__first_layers_bf16": 4, "precision__fp8__last_layers_bf16": 4}
+    both = step_time(_with(one_stage, **ends))
+    assert both.matmul == pytest.approx(fp8.matmul + 0.1 * (bf16 - fp8.matmul))
+    assert both.memory < fp8.memory
+    half = step_time(_with(one_stage, precision__fp8__wgrad=False))
+    assert half.matmul == pytest.approx(fp8.matmul + (bf16 - fp8.matmul) / 3)
+    staged = _with(one_stage, parallel__pp=4, parallel__dp=2)
+    assert step_time(_with(staged, **ends)).matmul == pytest.approx(
+        step_time(staged).matmul * (1 + 0.2 * (bf16 / fp8.matmul - 1))
+    )
+
+
+def test_depths_of_multi_token_prediction_stay_in_bf16():
+    deep = resolved("recipe=deepseek_v3", "precision.compute_dtype=fp8")[0]
+    kinds = {kind for chunks in chunks_by_rank(deep) for chunk in chunks for kind, _ in chunk.kinds}
+    assert {kind.mtp for kind in kinds if kind.bf16} == {True}
+    assert {kind.mtp for kind in kinds if not kind.bf16} == {False}
 
 
 def test_a_small_model_waits_for_the_host():

@@ -32,7 +32,9 @@ class Device:
     Attributes:
         stack: the kernels.
         attention_flops: peak FLOP/s of attention.
-        matmul_flops, head_flops, fp32_flops: FLOP/s of matmuls in the compute dtype, of the head, and in fp32.
+        matmul_flops, head_flops, fp32_flops: FLOP/s of matmuls in the compute dtype, of the head, and in fp32. In FP8
+            the head's are also those of layers in bf16.
+        weight_gradient_flops: FLOP/s of the matmuls of weight gradients.
         memory: bytes/s of memory-bound kernels.
         float8: matmuls of layers are in fp8.
         element: bytes of an activation.
@@ -41,6 +43,7 @@ class Device:
     stack: Stack
     attention_flops: float
     matmul_flops: float
+    weight_gradient_flops: float
     head_flops: float
     fp32_flops: float
     memory: float
@@ -117,8 +120,9 @@ def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
 def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device, kernel: AttentionKernel) -> LayerTime:
     """Return the seconds of one layer, whose attention is computed by `kernel`."""
     forward = again = grouped = 0.0
+    flops = device.head_flops if kind.bf16 else device.matmul_flops
     for product in _matmuls(model, kind, shape):
-        seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
+        seconds = matmul_seconds(product.rows, product.k, product.n, flops) * product.count
         forward += seconds
         again += seconds if any(module in shape.recomputed_modules for module in product.repeated_by) else 0.0
         grouped += seconds if product.routed else 0.0
@@ -137,13 +141,16 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device, kern
     again += attention if "attention" in shape.recomputed_modules else 0.0
     if shape.full_recompute:
         again = forward + attention + memory / 3
+    # Half of the matmuls of backward are those of weight gradients.
+    slower = 1.0 if kind.bf16 else device.matmul_flops / device.weight_gradient_flops
+    passes = 1 + c.BACKWARD.value / 2 * (1 + slower)
     return LayerTime(
-        matmul=forward * (1 + c.BACKWARD.value),
+        matmul=forward * passes,
         attention=attention + attention_back,
         memory=memory,
         recompute=again,
         forward=forward + attention + memory / 3,
-        grouped=grouped * (1 + c.BACKWARD.value),
+        grouped=grouped * passes,
         permutation=_permutation_values(model, shape) * shape.tokens * device.element / device.memory
         if kind.experts
         else 0.0,
@@ -226,7 +233,7 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
         casts += 2 * hidden + 3 * model.ffn_hidden_size / tp
     casts += 2 * rotated
     traffic = shape.tokens * device.element * values
-    if not device.float8:
+    if not device.float8 or kind.bf16:
         return traffic
     weights = sum(product.k * product.n * product.count for product in _matmuls(model, kind, shape))
     return traffic + stack.cast_traffic.value * shape.tokens * casts + stack.weight_cast_traffic.value * weights

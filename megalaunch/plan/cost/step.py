@@ -225,10 +225,12 @@ def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
         raise UnknownChipSpeed(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
     head = peak * stack.matmul_16.value
     float8 = compute == "fp8"
+    matmul = chip.peak_flops["fp8"] * stack.matmul_8.value if float8 else head
     return Device(
         stack=stack,
         attention_flops=peak,
-        matmul_flops=chip.peak_flops["fp8"] * stack.matmul_8.value if float8 else head,
+        matmul_flops=matmul,
+        weight_gradient_flops=matmul if precision.fp8.wgrad else head,
         head_flops=head,
         fp32_flops=chip.peak_flops.get("tf32" if precision.tf32 else "fp32", peak) * stack.matmul_16.value,
         memory=chip.memory_bandwidth * c.MEMORY.value,
