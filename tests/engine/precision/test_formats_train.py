@@ -1,6 +1,7 @@
-"""The quickstart's model trains in every format and layout as on one process in bf16: same weights, same batches.
+"""The quickstart's model trains in every format, layout and attention backend as on one process in bf16.
 
-Losses of the same batches are compared: a format that lost part of a gradient would fall behind within a few steps.
+Losses of the same batches from the same weights are compared: what lost part of a gradient would fall behind within a
+few steps.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import transformer_engine_stand_in
+from attention_packages import forget_packages, stand_in_for_attention_packages
 from forked_ranks import run_ranks
 from made_specs import resolved
 from oracle import rank_mesh
+from slow_cases import slow_but
+from torch.nn.attention import SDPBackend, flex_attention
+from transformer_engine_runs import install_stand_in
 
 from megalaunch.data.prepare import PreparedData, prepare
 from megalaunch.data.samples.build_datasets import build_train_dataset
@@ -21,6 +27,8 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.kernels import causal_attention
+from megalaunch.plan.attention_backends import BACKENDS
 from megalaunch.runs.prepared_data import apply_prepared
 from megalaunch.schema import RunSpec
 
@@ -92,4 +100,35 @@ CASES = [
 def test_every_format_and_layout_trains_as_bf16_does(format, layout, data, bf16):
     found = loss_of(data, f"precision={format}", *FORMATS[format], *LAYOUTS[layout])
     print(f"{format} {layout}: {found:.4f}, bf16: {bf16:.4f}")  # the table of docs/precision.md
+    assert found == pytest.approx(bf16, rel=WITHIN)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """What a CPU lacks: packages, gradients of FlexAttention, and two kernels of torch's operator, for which it has
+    one that computes operator by operator."""
+    stand_in_for_attention_packages(monkeypatch)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    kernels = dict.fromkeys(("efficient", "cudnn"), SDPBackend.MATH)
+    monkeypatch.setattr(causal_attention, "_SDP_BACKENDS", {**causal_attention._SDP_BACKENDS, **kernels})
+    yield
+    forget_packages()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_attention_backend_trains_as_auto_does(backend, data, bf16, stand_ins):
+    found = loss_of(data, "precision=bf16", "parallel=dp1", f"model.attention_backend={backend}")
+    print(f"{backend}: {found:.4f}, auto: {bf16:.4f}")
+    assert found == pytest.approx(bf16, rel=WITHIN)
+
+
+@pytest.mark.parametrize("format", slow_but(["fp8", "fp8_blockwise", "mxfp8"], slow=["fp8"], every=()))
+def test_transformer_engine_trains_as_bf16_does(format, data, bf16, monkeypatch):
+    """By a stand-in that casts to fp8, on two tensor-parallel ranks."""
+    install_stand_in(monkeypatch)
+    transformer_engine_stand_in.STATE.quantize = True
+    library = "precision.fp8.implementation=transformer_engine"
+    found = loss_of(data, f"precision={format}", library, *LAYOUTS["tp2"])
+    print(f"{format} by Transformer Engine: {found:.4f}, bf16: {bf16:.4f}")
     assert found == pytest.approx(bf16, rel=WITHIN)
