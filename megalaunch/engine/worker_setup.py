@@ -18,6 +18,7 @@ from types import FrameType
 
 from megalaunch.fs import make_directory, open_file
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.redact import redact_output
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -97,7 +98,10 @@ def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
 
 
 def redirect_output(log: Path) -> None:
-    """Redirect stdout and stderr of this process, native libraries included, to a log file, appending."""
+    """Redirect stdout and stderr of this process, native libraries included, to a log file, appending.
+
+    The secrets of the environment are replaced in what Python writes.
+    """
     make_directory(log.parent)
     descriptor = open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(descriptor, 1)
@@ -105,6 +109,7 @@ def redirect_output(log: Path) -> None:
     os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    redact_output()
 
 
 class StopSignal:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megalaunch.rundir.jsonl import Record, append_line
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.redact import redact_record
 
 EventName = Literal[
     "launch",
@@ -277,8 +278,8 @@ EVENTS: Mapping[EventName, EventKind] = {
 
 
 def make_event(event: EventName, **details: Any) -> Record:
-    """Return an event with the wall-clock time in seconds since 1970."""
-    return {"time": time.time(), "event": event, **details}
+    """Return an event with the wall-clock time in seconds since 1970, and without the secrets of the environment."""
+    return {"time": time.time(), "event": event, **redact_record(details)}
 
 
 def record_event(directory: RunDirectory, event: EventName, **details: Any) -> None:

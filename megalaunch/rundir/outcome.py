@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.fs import reserve_space, write_file_atomically
+from megalaunch.rundir.redact import redact_record
 
 _RESERVED_BYTES = 4096
 
@@ -128,8 +129,8 @@ def reserve_outcome_space(path: Path) -> None:
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Write the outcome by an atomic rename, in the reserved file if there is one."""
-    write_file_atomically(path, json.dumps(asdict(outcome), indent=2), leftover="reuse")
+    """Write the outcome by an atomic rename, in the reserved file if there is one; no secret of the environment."""
+    write_file_atomically(path, json.dumps(redact_record(asdict(outcome)), indent=2), leftover="reuse")
 
 
 def read_outcome(path: Path) -> Outcome | None:

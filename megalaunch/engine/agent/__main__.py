@@ -35,6 +35,7 @@ from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import FAILED_NODES, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.redact import redact_output
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
 from megalaunch.schema import RunSpec
 from megalaunch.schema.spec_file import read_spec
@@ -203,4 +204,5 @@ def _endpoint(text: str) -> Endpoint:
 
 
 if __name__ == "__main__":
+    redact_output()
     sys.exit(main(sys.argv[1:]))

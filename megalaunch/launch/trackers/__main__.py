@@ -26,6 +26,7 @@ from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.redact import redact_output
 from megalaunch.schema.spec_file import read_spec
 
 POLL_SECONDS = 1.0
@@ -159,4 +160,5 @@ def main(name: str, root: Path) -> int:
 
 
 if __name__ == "__main__":
+    redact_output()
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))

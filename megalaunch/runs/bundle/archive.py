@@ -20,8 +20,8 @@ from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.platforms import PLATFORMS
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.redact import REDACTED, is_secret_name, redact, secret_values
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
-from megalaunch.runs.bundle.redact import REDACTED, is_secret_name, redact, secret_values
 
 MOST_BYTES = 2_000_000  # of a file: its end
 _MOST_LOGS = 64
