@@ -18,6 +18,8 @@ TOOL_TIMEOUT = 5.0  # seconds; the tool is slow when no process keeps the driver
 
 # Matched in order against the driver's device name. A name without a match is an NVIDIA GPU of unknown specification.
 _NVIDIA_NAMES = (
+    (r"A100 80GB PCIe|A100-PCIE-80GB", "a100_pcie_80gb"),
+    (r"A100-PCIE-40GB", "a100_pcie_40gb"),
     (r"A100.*80GB", "a100_80gb"),
     (r"A100.*40GB", "a100_40gb"),
     (r"H100 PCIe", "h100_pcie"),
@@ -27,13 +29,18 @@ _NVIDIA_NAMES = (
     (r"GB200", "gb200"),
     (r"\bB200", "b200"),
     (r"\bL40S$", "l40s"),  # no vGPU, such as L40S-8Q
+    (r"\bL4$", "l4"),
     (r"\bA10$", "a10"),
+    (r"\bA10G$", "a10g"),
     (r"RTX A6000$", "rtxa6000"),
+    (r"RTX 6000 Ada Generation$", "rtx6000_ada"),
     (r"GeForce RTX 3090$", "rtx3090"),
     (r"GeForce RTX 4090$", "rtx4090"),
     (r"\bT4$", "t4"),
     (r"V100-SXM\d-16GB", "v100"),
     (r"V100-SXM\d-32GB", "v100_32gb"),
+    (r"V100-PCIE-16GB", "v100_pcie"),
+    (r"V100-PCIE-32GB", "v100_pcie_32gb"),
 )
 
 # Device nodes of accelerators that are not detected further, each with a note for the user.

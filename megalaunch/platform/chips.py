@@ -151,6 +151,25 @@ _ROWS = (
         _Moves(2039, 300, 25, 8),
         8.0,
     ),
+    # The PCIe cards: 1,555 and 1,935 GB/s; PCIe 4 x16 at 32 GB/s a way (the bridge joins pairs only). No usual network.
+    _chip(
+        "a100_pcie_40gb",
+        "cuda",
+        40960,
+        _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
+        _TENSOR_CORES,
+        _Moves(1555, 32, None),
+        8.0,
+    ),
+    _chip(
+        "a100_pcie_80gb",
+        "cuda",
+        81920,
+        _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
+        _TENSOR_CORES,
+        _Moves(1935, 32, None),
+        8.0,
+    ),
     # NVIDIA H100 data sheet. SXM5: 3.35 TB/s, NVLink 4, 900 GB/s both ways; DGX H100: 400 Gb/s a GPU.
     _chip(
         "h100",
@@ -223,6 +242,26 @@ _ROWS = (
         _Moves(864, 32, None),
         8.9,
     ),
+    # NVIDIA L4 data sheet: 24 GB, 300 GB/s.
+    _chip(
+        "l4",
+        "cuda",
+        23034,
+        _peaks(bf16=121, fp16=121, fp8=242, tf32=60.5, fp32=30.3),
+        _TENSOR_CORES,
+        _Moves(300, 32, None),
+        8.9,
+    ),
+    # NVIDIA A10G data sheet, the A10 of AWS with half the tensor cores' rate: 24 GB, 600 GB/s.
+    _chip(
+        "a10g",
+        "cuda",
+        23028,
+        _peaks(bf16=70, fp16=70, tf32=35, fp32=35),
+        _TENSOR_CORES,
+        _Moves(600, 32, None),
+        8.6,
+    ),
     # NVIDIA A10 data sheet: 24 GB, 600 GB/s.
     _chip(
         "a10",
@@ -233,9 +272,9 @@ _ROWS = (
         _Moves(600, 32, None),
         8.6,
     ),
-    # NVIDIA's whitepapers of GA102 (RTX A6000, RTX 3090) and of Ada (RTX 4090), whose peaks are those of products that
-    # are added up in fp32: GeForce cards have half the rate of the same chip on a workstation card. NVLink of Ampere's
-    # cards joins pairs only; GeForce cards without it copy through the host, at the rate of PCIe at best.
+    # NVIDIA's whitepapers of GA102 (RTX A6000, RTX 3090) and of Ada (RTX 6000, RTX 4090), whose peaks are those of
+    # products that are added up in fp32: GeForce cards have half the rate of the same chip on a workstation card.
+    # NVLink of Ampere's cards joins pairs only; GeForce cards without it copy through the host, at PCIe's rate at best.
     _chip(
         "rtxa6000",
         "cuda",
@@ -244,6 +283,15 @@ _ROWS = (
         _TENSOR_CORES,
         _Moves(768, 32, None),
         8.6,
+    ),
+    _chip(
+        "rtx6000_ada",
+        "cuda",
+        49140,
+        _peaks(bf16=364.2, fp16=364.2, fp8=728.5, tf32=182.1, fp32=91.1),
+        _TENSOR_CORES,
+        _Moves(960, 32, None),
+        8.9,
     ),
     _chip(
         "rtx3090",
@@ -270,6 +318,9 @@ _ROWS = (
     # 100 Gb/s for eight GPUs.
     _chip("v100", "cuda", 16160, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8), 7.0),
     _chip("v100_32gb", "cuda", 32510, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8), 7.0),
+    # The PCIe card of V100: PCIe 3 x16 at 16 GB/s a way.
+    _chip("v100_pcie", "cuda", 16160, _peaks(fp16=112, fp32=14), None, _Moves(900, 16, None), 7.0),
+    _chip("v100_pcie_32gb", "cuda", 32510, _peaks(fp16=112, fp32=14), None, _Moves(900, 16, None), 7.0),
     # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s; Infinity Fabric, 7 links of 64 GB/s a way; 400 Gb/s a GPU.
     _chip(
         "mi300x",

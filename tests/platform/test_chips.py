@@ -17,6 +17,8 @@ DTYPES = ("bf16", "fp16", "fp8")
     [
         ("a100_40gb", 312, None, 40),
         ("a100_80gb", 312, None, 80),
+        ("a100_pcie_40gb", 312, None, 40),
+        ("a100_pcie_80gb", 312, None, 80),
         ("h100", 989, 1979, 79.6),
         ("h100_pcie", 756, 1513, 79.6),
         ("h100_nvl", 835, 1671, 93.6),
@@ -25,8 +27,11 @@ DTYPES = ("bf16", "fp16", "fp8")
         ("gb200", 2500, 5000, 185),
         ("mi300x", 1307.4, 2614.9, 192),
         ("l40s", 362.05, 733, 45),
+        ("l4", 121, 242, 22.5),
         ("a10", 125, None, 22.5),
+        ("a10g", 70, None, 22.5),
         ("rtxa6000", 154.8, None, 48),
+        ("rtx6000_ada", 364.2, 728.5, 48),
         ("rtx3090", 71, None, 24),
         ("rtx4090", 165.2, 330.3, 24),
     ],
@@ -39,7 +44,14 @@ def test_published_dense_figures(chip, bf16, fp8, gib):
 
 
 @pytest.mark.parametrize(
-    ("chip", "fp16", "fp32", "gib"), [("t4", 65, 8.1, 15), ("v100", 125, 15.7, 15.8), ("v100_32gb", 125, 15.7, 31.7)]
+    ("chip", "fp16", "fp32", "gib"),
+    [
+        ("t4", 65, 8.1, 15),
+        ("v100", 125, 15.7, 15.8),
+        ("v100_32gb", 125, 15.7, 31.7),
+        ("v100_pcie", 112, 14, 15.8),
+        ("v100_pcie_32gb", 112, 14, 31.7),
+    ],
 )
 def test_tensor_cores_before_ampere_take_fp16_only(chip, fp16, fp32, gib):
     facts = CHIPS[chip]
@@ -59,8 +71,9 @@ def test_a_chip_of_unknown_peaks_is_not_said_to_lack_a_dtype():
 
 
 def test_compute_capabilities_are_nvidias():
-    generations = {7.0: {"v100", "v100_32gb"}, 7.5: {"t4"}, 8.0: {"a100_40gb", "a100_80gb"},
-                   8.6: {"a10", "rtxa6000", "rtx3090"}, 8.9: {"l40s", "rtx4090"},
+    generations = {7.0: {"v100", "v100_32gb", "v100_pcie", "v100_pcie_32gb"}, 7.5: {"t4"},
+                   8.0: {"a100_40gb", "a100_80gb", "a100_pcie_40gb", "a100_pcie_80gb"},
+                   8.6: {"a10", "a10g", "rtxa6000", "rtx3090"}, 8.9: {"l4", "l40s", "rtx6000_ada", "rtx4090"},
                    9.0: {"h100", "h100_pcie", "h100_nvl", "h200"}, 10.0: {"b200", "gb200"}}  # fmt: skip
     for capability, names in generations.items():
         assert {name for name, facts in CHIPS.items() if facts.capability == capability} == names
@@ -79,7 +92,7 @@ def test_the_table_agrees_with_itself():
             assert name == "mtt_s5000"  # only its fp8 figure was reported
             continue
         assert peaks["bf16"] == peaks["fp16"] > peaks["tf32"]
-        if name in ("rtx3090", "rtx4090"):  # half the rate of a workstation card, that of the fp32 units
+        if name in ("rtx3090", "rtx4090", "a10g"):  # half the rate of a workstation card, that of the fp32 units
             assert peaks["tf32"] == peaks["fp32"]
         else:
             assert peaks["tf32"] > peaks["fp32"]
@@ -123,6 +136,11 @@ def test_the_table_of_the_docs_has_these_figures():
         ("rtx3090", 936e9, 32e9, None),
         ("rtxa6000", 768e9, 32e9, None),
         ("a10", 600e9, 32e9, None),
+        ("a10g", 600e9, 32e9, None),
+        ("l4", 300e9, 32e9, None),
+        ("rtx6000_ada", 960e9, 32e9, None),
+        ("a100_pcie_80gb", 1935e9, 32e9, None),
+        ("v100_pcie", 900e9, 16e9, None),
         ("t4", 320e9, 16e9, None),
         ("v100", 900e9, 150e9, 6.25e9),
     ],
