@@ -1,7 +1,6 @@
-"""A stand-in for Transformer Engine's `DotProductAttention`, with the published signatures, in plain torch on CPUs.
+"""A stand-in for Transformer Engine's `DotProductAttention`, with the signatures of 2.9, in plain torch on CPUs.
 
-Signatures, and what callers are held to, are those of transformer_engine/pytorch/attention/dot_product_attention/
-dot_product_attention.py at 2.9 and 2.20; of arguments that came after 2.9 there are none here.
+What callers are held to is what 2.9 and 2.20 document or assert.
 """
 
 from __future__ import annotations
@@ -15,22 +14,6 @@ import torch
 import torch.distributed as dist
 from flash_attn_stand_in import aligned_attention, pieces_attention
 from torch import Tensor, nn
-
-PUBLISHED: dict[str, tuple[str, ...]] = {
-    "DotProductAttention": (
-        "num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type",
-        "window_size", "sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group", "layer_number",
-        "attention_type", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "softmax_scale", "softmax_type",
-        "return_max_logit",
-    ),
-    "DotProductAttention.forward": (
-        "query_layer", "key_layer", "value_layer", "attention_mask", "qkv_format", "cu_seqlens_q", "cu_seqlens_kv",
-        "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "attn_mask_type",
-        "window_size", "checkpoint_core_attention", "core_attention_bias_type", "core_attention_bias",
-        "alibi_slopes", "fast_zero_fill", "inference_params", "pad_between_seqs", "fp8_output",
-    ),
-    "DotProductAttention.set_context_parallel_group": ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"),
-}  # fmt: skip
 
 
 @dataclass

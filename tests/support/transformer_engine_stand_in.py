@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine: linear layers, `autocast` and recipes with the published signatures, on CPUs.
+"""A stand-in for Transformer Engine: linear layers, `autocast` and recipes with the signatures of 2.9, on CPUs.
 
 It computes in the dtype of its inputs, or with `quantize` in emulated fp8 by this project's own matmuls. It holds its
 callers to what Transformer Engine documents or asserts: an autocast, contiguous input whose rows can be cast, weights
@@ -22,27 +22,6 @@ from torch import Tensor, nn
 from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.kernels.linear_matmuls import COMPUTE_DTYPE
 from megalaunch.schema.precision import Float8Spec
-
-# The parameters of transformer_engine.pytorch.Linear and others in 2.20.2; the oldest version that is supported has all
-# that are given.
-PUBLISHED: dict[str, tuple[str, ...]] = {
-    "Linear": (
-        "in_features", "out_features", "sequence_parallel", "fuse_wgrad_accumulation", "tp_group", "tp_size",
-        "get_rng_state_tracker", "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype",
-        "parallel_mode", "parameters_split", "device", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad",
-        "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name", "delay_wgrad_compute", "symmetric_ar_type",
-        "save_original_input", "name",
-    ),
-    "Linear.forward": ("inp", "is_first_microbatch", "fp8_output", "fp8_grad"),
-    "GroupedLinear": (
-        "num_gemms", "in_features", "out_features", "sequence_parallel", "fuse_wgrad_accumulation", "tp_group",
-        "tp_size", "get_rng_state_tracker", "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype",
-        "parallel_mode", "device", "ub_overlap_rs", "ub_overlap_ag", "ub_name", "delay_wgrad_compute",
-        "save_original_input", "single_grouped_weight", "single_grouped_bias", "name", "use_grouped_tensor",
-    ),
-    "GroupedLinear.forward": ("inp", "m_splits", "is_first_microbatch", "out", "dgrad_out"),
-    "autocast": ("enabled", "calibrating", "recipe", "amax_reduction_group", "_graph"),
-}  # fmt: skip
 
 
 class Format(enum.Enum):
@@ -184,10 +163,6 @@ class GroupedLinear(nn.Module):
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        name: str | None = None,
-        use_grouped_tensor: bool | None = None,
     ) -> None:
         super().__init__()
         assert not bias
@@ -204,8 +179,6 @@ class GroupedLinear(nn.Module):
         inp: Tensor,
         m_splits: Any,
         is_first_microbatch: bool | None = None,
-        out: Tensor | None = None,
-        dgrad_out: Tensor | None = None,
     ) -> Tensor:
         assert STATE.recipe is not None, "outside of an autocast"
         assert inp.is_contiguous()

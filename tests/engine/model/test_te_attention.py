@@ -1,8 +1,7 @@
-"""What is bound of Transformer Engine's attention: its published signatures, and what each call is told."""
+"""What is bound of Transformer Engine's attention, and what each call is told."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 
@@ -29,14 +28,6 @@ def packages(monkeypatch):
 def _inputs(width=16, value_width=16):
     torch.manual_seed(1)
     return [torch.randn(2, heads, 16, size) for heads, size in ((4, width), (2, width), (2, value_width))]
-
-
-def test_the_stand_in_has_the_published_signatures():
-    for path, parameters in stand_in.PUBLISHED.items():
-        owner = stand_in
-        for name in path.split("."):
-            owner = getattr(owner, name)
-        assert tuple(name for name in inspect.signature(owner).parameters if name != "self") == parameters
 
 
 @pytest.mark.parametrize(
