@@ -15,11 +15,11 @@ from training import MEGALAUNCH, tiny_overrides
 
 from megalaunch.fs import list_temporary_directories
 from megalaunch.launch.process import Process, descendants, find_process, is_alive, kill_all
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress, read_progress
+from megalaunch.rundir.tail import JsonlTail
 
 KINDS = {
     "worker_killed": "kill -9 of a worker",

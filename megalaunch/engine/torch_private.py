@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.fsdp import FSDPModule
@@ -259,6 +259,34 @@ def make_elastic_agent(
             super()._shutdown(death_sig)  # ends the rest; the workers have ended
 
     return Agent(worker, logs, **settings)
+
+
+def observe_failed_workers(agent: LocalElasticAgent, observe: Callable[[dict[int, int | None]], None]) -> None:
+    """Call `observe` whenever workers of an elastic agent have failed, before the agent restarts them or ends.
+
+    Args:
+        agent: The agent, before it runs. All its workers have ended when it sees a failure.
+        observe: Takes the exit codes of its workers by rank, negative for a signal: those whose failure the agent saw,
+            then the others, which it may have ended itself.
+    """
+    monitor_workers = agent._monitor_workers
+
+    def monitor(group: WorkerGroup) -> Any:
+        result = monitor_workers(group)
+        if result.is_failed():
+            codes = _exit_codes(agent._pcontext)
+            by_rank = {worker.global_rank: codes.get(local) for local, worker in enumerate(group.workers)}
+            observe({rank: by_rank[rank] for rank in [*result.failures, *by_rank]})
+        return result
+
+    agent._monitor_workers = monitor
+
+
+def _exit_codes(workers: Any) -> dict[int, int | None]:
+    """Return the exit codes of an agent's workers by local rank: those of started commands, or of forked processes."""
+    if hasattr(workers, "subprocess_handlers"):
+        return {local: handler.proc.returncode for local, handler in workers.subprocess_handlers.items()}
+    return {local: process.exitcode for local, process in enumerate(workers._pc.processes)}
 
 
 def init_fake_process_group(rank: int, world_size: int) -> None:

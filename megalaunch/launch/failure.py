@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank, rank_label
 from megalaunch.launch.storage_monitor import StorageMonitor
@@ -17,22 +15,8 @@ from megalaunch.platform.cgroups import OomKills
 from megalaunch.platform.torch_backends import broken_backend
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.worker_failure import describe_exit, is_lost_peer
 
-# Errors of gloo, NCCL and the store for a lost peer: they show a consequence of a failure, not its cause.
-_LOST_PEER = re.compile(
-    r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe|gloo|nccl|remote process"
-    r"|timed out waiting|DistBackendError|DistNetworkError|DistStoreError",
-    re.IGNORECASE,
-)
-_SIGNALS = {
-    signal.SIGKILL: "killed from outside, possibly by the out-of-memory killer",
-    signal.SIGTERM: "terminated from outside",
-    signal.SIGSEGV: "a crash in native code: invalid memory access",
-    signal.SIGBUS: "a crash in native code: a memory-mapped file or shared memory is truncated or full",
-    signal.SIGFPE: "a crash in native code: invalid arithmetic",
-    signal.SIGILL: "a crash in native code: an instruction that this CPU does not support",
-    signal.SIGABRT: "aborted by native code; the reason is in the log",
-}
 BROKEN_TORCH = "torch cannot be imported"
 SUPERSEDED = f"exit code {int(ExitCode.PREEMPTED)}"  # of a worker that found later workers of the run
 
@@ -86,19 +70,6 @@ def record_failure(storage: StorageMonitor, failure: Failure) -> None:
     )
 
 
-def describe_exit(code: int | None) -> tuple[str, str]:
-    """Return (name, meaning) of an exit code; negative codes are signals."""
-    if code is None:
-        return "ended", "its exit code is not known"
-    if code >= 0:
-        return f"exit code {code}", "no exception was reported"
-    try:
-        number = signal.Signals(-code)
-    except ValueError:
-        return f"signal {-code}", ""
-    return number.name, _SIGNALS.get(number, "")
-
-
 def first_failure(
     attempt: int,
     events: Sequence[Record],
@@ -123,7 +94,7 @@ def first_failure(
         agent_code: the agent's exit code.
         aborted: ranks that native code aborted in a collective.
     """
-    own = [event for event in events if not _lost_peer(event)]
+    own = [event for event in events if not is_lost_peer(event)]
     if own:
         return _from_event(attempt, own[0])
     if agent_code is not None and agent_code < 0:
@@ -155,15 +126,8 @@ def first_failure(
 
 def name_out_of_memory(failure: Failure, before: OomKills) -> Failure:
     """Name the out-of-memory killer in a failure by SIGKILL, if it killed a process since `before`."""
-    limit = before.limit_exceeded_since() if failure.exception == signal.SIGKILL.name else None
-    if limit is None:
-        return failure
-    what = (
-        f"the memory limit of its cgroup, {format_bytes(limit)}, was exceeded"
-        if limit
-        else "the machine is out of memory"
-    )
-    return replace(failure, message=f"killed by the kernel: {what}")
+    found = before.since() if failure.exception == signal.SIGKILL.name else None
+    return failure if found is None else replace(failure, message=str(found))
 
 
 def name_broken_backend(failure: Failure, log: Path) -> Failure:
@@ -185,13 +149,6 @@ def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: f
 def _failure_location(attempt: int, rank: Rank, exception: str, message: str) -> Failure:
     progress = rank.progress
     return Failure(attempt, progress.rank, progress.coordinates, progress.phase, progress.step, exception, message)
-
-
-def _lost_peer(event: Record) -> bool:
-    """Return whether an event is a peer-loss error; a hang is none, though it may name a collective of NCCL."""
-    if event.get("exception") == "hang":
-        return False
-    return bool(_LOST_PEER.search(f"{event.get('exception', '')} {event.get('message', '')}"))
 
 
 def exit_description(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:

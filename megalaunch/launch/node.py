@@ -24,7 +24,6 @@ from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchResult
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.launch.trackers.process import trackers
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.allocation import NodePlace
@@ -34,6 +33,7 @@ from megalaunch.rundir.fence import Fence, Superseded
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
+from megalaunch.rundir.tail import JsonlTail
 from megalaunch.schema import RunSpec
 
 

@@ -17,11 +17,11 @@ from megalaunch.launch.hang.hang_detector import STEP_SECONDS, HangDetector
 from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.process import kill_all
 from megalaunch.launch.storage_monitor import StorageMonitor
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
+from megalaunch.rundir.tail import JsonlTail
 from megalaunch.schema import RunSpec
 
 _LOOK_SECONDS = STEP_SECONDS / 2  # of silence, before a look at the events of other nodes; between two at their ranks

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from megalaunch.format.numbers import format_bytes
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.plan.batch import mean_batch_share
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.world import resolved_world_size
@@ -16,6 +15,7 @@ from megalaunch.platform.chips import CHIPS
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.tail import JsonlTail
 from megalaunch.schema import RunSpec
 
 _RECENT_STEPS = 50

@@ -18,10 +18,10 @@ from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.events import EventName
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.rundir.tail import JsonlTail
 from megalaunch.schema import RunSpec
 
 POLL_SECONDS = 0.2

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalaunch.format.numbers import format_bytes
+
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2, of v1
+_MEMORY_PEAKS = ("memory.peak", "memory.max_usage_in_bytes")
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -24,12 +27,25 @@ def usable_cores(root: Path = Path("/")) -> int:
 def usable_memory(root: Path = Path("/")) -> int:
     """Return the usable memory in bytes: the machine's, capped by the smallest cgroup limit."""
     total = _machine_memory(root)
-    for folder in _group_folders(root, "memory"):
-        for name in _MEMORY_LIMITS:
-            limit = _field(folder / name)
-            if limit.isdigit():
-                total = min(total, int(limit))
-    return total
+    limits = (_number_in(folder, _MEMORY_LIMITS) for folder in _group_folders(root, "memory"))
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
+@dataclass(frozen=True)
+class OomKill:
+    """A kill by the kernel for memory: limit and peak of the cgroup in bytes; without a limit it is the machine's.
+
+    The text of it is the reason in failure reports.
+    """
+
+    limit: int | None
+    peak: int | None
+
+    def __str__(self) -> str:
+        if self.limit is None:
+            return "killed by the kernel: the machine is out of memory"
+        peak = "" if self.peak is None else f", peak {format_bytes(self.peak)}"
+        return f"killed by the kernel for memory: limit of its cgroup {format_bytes(self.limit)}{peak}"
 
 
 @dataclass(frozen=True)
@@ -46,21 +62,25 @@ class OomKills:
         groups = {folder: _oom_kills(folder) for folder in _group_folders(root, "memory")}
         return cls(groups, _named_number(root / "proc/vmstat", "oom_kill"), root)
 
-    def limit_exceeded_since(self) -> int | None:
-        """Return the memory limit in bytes of the cgroup in which a process was killed since; 0: the machine's memory.
+    def since(self) -> OomKill | None:
+        """Return a kill since the count, with the smallest limit that led to it; None if no process was killed.
 
-        None if no process was killed. The machine's counter includes the kills in cgroups that are not seen here.
+        The limit may be that of a parent: cgroup v1 counts a kill only in the group of the killed process. The
+        machine's counter includes the kills in cgroups that are not seen here.
         """
+        killed = [folder for folder, before in self.by_group.items() if _oom_kills(folder) > before]
         limits = [
-            int(text)
-            for folder, before in self.by_group.items()
-            if _oom_kills(folder) > before
-            for name in _MEMORY_LIMITS
-            if (text := _field(folder / name)).isdigit()
+            (limit, group)
+            for group in self.by_group
+            if any(folder.is_relative_to(group) for folder in killed)
+            and (limit := _number_in(group, _MEMORY_LIMITS)) is not None
+            and limit < (_machine_memory(self.root) or limit + 1)
         ]
         if limits:
-            return min(limits)
-        return 0 if _named_number(self.root / "proc/vmstat", "oom_kill") > self.machine else None
+            limit, group = min(limits)
+            return OomKill(limit, _number_in(group, _MEMORY_PEAKS))
+        on_machine = _named_number(self.root / "proc/vmstat", "oom_kill") > self.machine
+        return OomKill(None, None) if killed or on_machine else None
 
 
 def free_disk(path: Path) -> int | None:
@@ -126,6 +146,12 @@ def _field(path: Path, index: int = 0) -> str:
     except OSError:
         return ""
     return fields[index] if index < len(fields) else ""
+
+
+def _number_in(folder: Path, names: Sequence[str]) -> int | None:
+    """Return the number in the first of these files of a cgroup that has one; None: there is none, or it is "max"."""
+    fields = (_field(folder / name) for name in names)
+    return next((int(field) for field in fields if field.isdigit()), None)
 
 
 def _oom_kills(folder: Path) -> int:

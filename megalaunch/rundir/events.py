@@ -226,7 +226,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         {"signal": "its name, such as SIGTERM"},
     ),
     "worker_failed": EventKind(
-        f"the worker, or {_LAUNCHER} if the worker could not",
+        f"the worker, or {_LAUNCHER} (on several nodes the agent) if the worker could not",
         "when a worker crashes, is killed or hangs",
         {
             "rank": "its rank",

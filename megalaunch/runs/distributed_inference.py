@@ -170,7 +170,7 @@ class _InferenceDisplay:
 
     def __init__(self, directory: RunDirectory, take: Callable[[Any], None]) -> None:
         from megalaunch.engine import api
-        from megalaunch.launch.tail import JsonlTail
+        from megalaunch.rundir.tail import JsonlTail
 
         self._lines, self._take = JsonlTail(api.answers_file(directory)), take
         self._answer_of, self._note = api.from_record, api.JobWarning

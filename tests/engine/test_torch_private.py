@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from megalaunch.engine.torch_private import fsdp_unsharded_grads, make_elastic_agent
+from megalaunch.engine.torch_private import fsdp_unsharded_grads, make_elastic_agent, observe_failed_workers
 
 
 class Workers:
@@ -40,6 +41,13 @@ class NewAgent(OldAgent):
         self.shutdown_timeout = shutdown_timeout
 
 
+class Handler:
+    """A started command that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.proc = SimpleNamespace(returncode=code)
+
+
 def test_an_agent_without_the_setting_waits_as_long_as_asked(monkeypatch):
     monkeypatch.setattr(local_elastic_agent, "LocalElasticAgent", OldAgent)
     agent = make_elastic_agent(None, None, 7, exit_barrier_timeout=1.0)
@@ -55,6 +63,26 @@ def test_an_agent_with_the_setting_gets_it(monkeypatch):
     monkeypatch.setattr(local_elastic_agent, "LocalElasticAgent", NewAgent)
     agent = make_elastic_agent(None, None, 7, exit_barrier_timeout=1.0)
     assert (type(agent), agent.shutdown_timeout) == (NewAgent, 7)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        SimpleNamespace(subprocess_handlers={0: Handler(-15), 1: Handler(-9)}),
+        SimpleNamespace(_pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=-15), SimpleNamespace(exitcode=-9)])),
+    ],
+    ids=["commands", "forked"],
+)
+def test_exit_codes_of_failed_workers_begin_with_the_failure(workers):
+    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=2), SimpleNamespace(global_rank=3)])
+    results = [RunResult(WorkerState.HEALTHY), RunResult(WorkerState.FAILED, {}, {3: None})]
+    agent = SimpleNamespace(_pcontext=workers, _monitor_workers=lambda group: results.pop(0))
+    seen: list[dict[int, int | None]] = []
+    observe_failed_workers(agent, seen.append)
+    assert agent._monitor_workers(group).state == WorkerState.HEALTHY
+    assert seen == []
+    assert agent._monitor_workers(group).is_failed()
+    assert [list(codes.items()) for codes in seen] == [[(3, -9), (2, -15)]]
 
 
 @pytest.mark.parametrize(

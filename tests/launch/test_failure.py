@@ -8,7 +8,7 @@ from launching import events_of, tiny_spec
 from megalaunch.launch.agent import exit_codes
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.display.report import failure_report
-from megalaunch.launch.failure import Failure, describe_exit, first_failure, name_out_of_memory, record_failure
+from megalaunch.launch.failure import Failure, first_failure, name_out_of_memory, record_failure
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank
 from megalaunch.launch.storage_monitor import StorageMonitor
@@ -17,6 +17,7 @@ from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
+from megalaunch.rundir.worker_failure import describe_exit
 
 
 def rank(number: int, code: int | None = None, step: int = 5, held_on: bool = False) -> Rank:
@@ -231,22 +232,39 @@ def test_zero_gradients_show_in_the_display():
     assert event_message({**event, "limit": 0}) == said
 
 
+V1 = "sys/fs/cgroup/memory/pod"
+
+
 @pytest.mark.parametrize(
     ("files", "killed", "message"),
     [
-        ({"sys/fs/cgroup/job/memory.max": "512000000"}, "sys/fs/cgroup/job/memory.events", "cgroup, 512.0 MB, was"),
+        (
+            {"sys/fs/cgroup/job/memory.max": "512000000", "sys/fs/cgroup/job/memory.peak": "511000000"},
+            "sys/fs/cgroup/job/memory.events",
+            "killed by the kernel for memory: limit of its cgroup 512.0 MB, peak 511.0 MB",
+        ),
+        (
+            {
+                f"{V1}/memory.limit_in_bytes": "512000000",
+                f"{V1}/run/memory.limit_in_bytes": "9223372036854771712",  # unlimited: the limit is the parent's
+                "proc/meminfo": "MemTotal: 16000000 kB\n",
+            },
+            f"{V1}/run/memory.oom_control",
+            "killed by the kernel for memory: limit of its cgroup 512.0 MB",
+        ),
         ({}, "proc/vmstat", "killed by the kernel: the machine is out of memory"),
         ({}, "elsewhere", "killed from outside"),
     ],
 )
 def test_the_out_of_memory_killer_is_named(tmp_path, files, killed, message):
-    for name, text in ({"proc/self/cgroup": "0::/job\n", killed: "low 0\noom_kill 3\n"} | files).items():
+    groups = {"proc/self/cgroup": "3:memory:/pod/run\n0::/job\n"}
+    for name, text in (groups | {killed: "low 0\noom_kill 3\n"} | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     before = OomKills.count(tmp_path)
     failure = Failure(0, 1, "dp1", "step", 7, "SIGKILL", "killed from outside")
     assert name_out_of_memory(failure, before) == failure
     (tmp_path / killed).write_text("low 0\noom_kill 4\n")
-    assert message in name_out_of_memory(failure, before).message
+    assert name_out_of_memory(failure, before).message == message
     crashed = Failure(0, 1, "dp1", "step", 7, "SIGSEGV", "")
     assert name_out_of_memory(crashed, before) == crashed

@@ -44,7 +44,7 @@ ARROWS = {
     "config": ("schema", "format", "hub", "importers.huggingface", "importers.megatron.spelling", "platform.plugins"),
     "importers.huggingface": ("schema", "plan.layers", "plan.attention_factor"),
     "importers.megatron": ("schema", "format.yaml_value"),
-    "platform": ("schema", "installation"),
+    "platform": ("schema", "format", "installation"),
     "data": ("schema", "fs", "installation"),
     "plan": ("schema", "platform", "format"),
     "launch": (

@@ -1,6 +1,6 @@
 """A worker without torch: counts steps through the run directory, and fails on demand, for tests of the launcher.
 
-FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit|superseded; attempts: how many it
+FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|memory|hang|stop|exit|superseded; attempts: how many it
 strikes; several of them with commas in between.
 FAKE_CHECKPOINT_INTERVAL: steps between checkpoints; without it there is one at the end.
 FAKE_STEP_SECONDS: length of a step. FAKE_IGNORE_STOP=1: stop signals have no effect.
@@ -136,6 +136,10 @@ def strike(kind: str) -> None:
         raise ValueError("told to fail")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "memory":
+        taken = []
+        while True:
+            taken.append(b"\1" * 2**24)
     if kind == "exit":
         os._exit(3)
     if kind == "superseded":

@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +25,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from megalaunch.engine.agent.failed_workers import FailedWorkers
 from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.local_checks import local_problems
 from megalaunch.engine.agent.member import Endpoint, NodeLost, PreflightFailed, RendezvousProblem
 from megalaunch.engine.agent.output import NoLogFiles, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
-from megalaunch.engine.torch_private import make_elastic_agent
+from megalaunch.engine.torch_private import make_elastic_agent, observe_failed_workers
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import FAILED_NODES, Outcome, read_outcome, write_outcome
@@ -62,7 +64,7 @@ def main(arguments: list[str]) -> int:
     directory = RunDirectory(node.spec_file.parent)
     watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher manages the run directory and the outcome
     spec = read_spec(node.spec_file)
-    agent = _NodeAgent(spec, node, directory)
+    agent = _NodeAgent(spec, node, directory, None if watched else FailedWorkers(directory))
     if not watched:  # torch's log of failed workers repeats megalaunch's lines and final report
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if not watched and node.rank == 0:
@@ -84,11 +86,18 @@ def main(arguments: list[str]) -> int:
 
 
 class _NodeAgent:
-    """torch's elastic agent for the workers of one node, with megalaunch's rendezvous."""
+    """torch's elastic agent for the workers of one node, with megalaunch's rendezvous.
 
-    def __init__(self, spec: RunSpec, node: Node, directory: RunDirectory) -> None:
-        self._spec, self._node, self._directory = spec, node, directory
+    Args:
+        failed_workers: records the workers that failed; None: a launcher does.
+    """
+
+    def __init__(
+        self, spec: RunSpec, node: Node, directory: RunDirectory, failed_workers: FailedWorkers | None
+    ) -> None:
+        self._spec, self._node, self._directory, self._failed_workers = spec, node, directory, failed_workers
         self._agent: LocalElasticAgent | None = None
+        self._has_ended_workers = False
 
     def run(self) -> int:
         """Start the workers and monitor them; returns 0, or 1 if they failed. Raises RendezvousProblem."""
@@ -109,6 +118,7 @@ class _NodeAgent:
             start_method="fork" if self._node.fork else "spawn",  # of a function; a command is neither
             exit_barrier_timeout=EXIT_SECONDS,
         )
+        observe_failed_workers(self._agent, self._record_failures)
         try:
             result = self._agent.run()
             if result.is_failed():  # without restarts, workers ended after a lost node are the agent's result
@@ -119,6 +129,10 @@ class _NodeAgent:
             print(ChildFailedError(self._node.worker_module, result.failures), file=sys.stderr)
             return 1
         return 0
+
+    def _record_failures(self, exit_codes: Mapping[int, int | None]) -> None:
+        if self._failed_workers is not None and not self._has_ended_workers:
+            self._failed_workers.record(exit_codes)
 
     def _rendezvous(self) -> LoopbackRendezvous:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -154,6 +168,7 @@ class _NodeAgent:
 
     def _end_workers(self) -> None:
         """Kill the workers when the run cannot continue: those in a collective would wait for its timeout."""
+        self._has_ended_workers = True
         if self._agent is not None:
             for worker in self._agent.get_worker_group().workers:
                 with contextlib.suppress(ProcessLookupError, TypeError, ValueError):

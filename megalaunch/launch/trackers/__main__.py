@@ -18,7 +18,6 @@ from pathlib import Path
 
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.launch.run_state import throughput_basis
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.launch.trackers.backends import Tracker, open_tracker
 from megalaunch.launch.trackers.figures import event_figures, step_figures
 from megalaunch.launch.trackers.process import END
@@ -27,6 +26,7 @@ from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.redact import redact_output
+from megalaunch.rundir.tail import JsonlTail
 from megalaunch.schema.spec_file import read_spec
 
 POLL_SECONDS = 1.0

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megalaunch.launch.supervise import RestartBudget
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.launchers.attached.node import HeldNode
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import FAILED_NODES, NOT_RESTARTED, ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.rundir.tail import JsonlTail
 
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0  # after the connection: Python starts, and looks for the run directory

@@ -18,11 +18,11 @@ from megalaunch.launch.display.log_display import PlainDisplay
 from megalaunch.launch.display.plot import plot_run, smooth
 from megalaunch.launch.display.summary import run_summary
 from megalaunch.launch.run_state import RunState, ThroughputBasis
-from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line, keep_lines
 from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.tail import JsonlTail
 
 SCALE = ThroughputBasis(step_flops=10**12, devices=2, peak_flops=2.5e12)
 

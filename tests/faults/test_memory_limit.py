@@ -1,0 +1,56 @@
+"""A worker that the kernel kills for memory, in a real cgroup, is reported as such on one node and on several."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from faulty_step import write_faulty_step
+from launching import events_of, launched, run_of, tiny_spec
+from memory_cgroup import memory_cgroup
+from several_nodes import ended_processes, slurm_step, start_nodes, start_training_nodes
+
+from megalaunch.rundir.outcome import read_outcome
+
+pytestmark = pytest.mark.slow
+LIMIT = 900 * 10**6  # an agent that has imported torch takes 400 MB: the worker is the largest process
+MESSAGE = r"killed by the kernel for memory: limit of its cgroup 90\d.\d MB, peak 90\d.\d MB"
+
+
+def is_named(event: dict[str, object]) -> bool:
+    return event["exception"] == "SIGKILL" and re.fullmatch(MESSAGE, str(event["message"])) is not None
+
+
+def test_the_limit_is_named_on_one_node(tmp_path):
+    fault = {"FAKE_FAULT": "memory:1:7"}
+    with memory_cgroup(LIMIT) as group, launched(tmp_path, tiny_spec(launcher__max_restarts=0), **fault) as process:
+        group.add(process.pid)
+        _, err = process.communicate(timeout=60)
+    (killed,) = filter(is_named, events_of(run_of(tmp_path), "worker_failed"))
+    assert (killed["rank"], killed["step"]) == (1, 7)
+    assert re.search(MESSAGE, err)
+
+
+@pytest.mark.parametrize("worker", ["fake", "forked"])
+def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
+    run = run_of(tmp_path)
+    with memory_cgroup(LIMIT) as group:
+        if worker == "fake":
+            fault = {"FAKE_FAULT": "memory:1:7:2", "FAKE_STEP_SECONDS": "0.05"}
+            nodes = start_nodes(tmp_path, slurm_step, "launcher.max_restarts=1", **fault)
+        else:
+            write_faulty_step(tmp_path, rank=1, step=7, fault="self.taken = [b'1' * 2**24 for _ in range(1000)]")
+            path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+            nodes = start_training_nodes(tmp_path, "launcher.max_restarts=1", shared=tmp_path, PYTHONPATH=path)
+        group.add(nodes[1].pid)
+        with ended_processes(nodes) as (first, second):
+            pass
+    assert (first.returncode, second.returncode) == (5, 5), first.output + second.output
+    killed = [event for event in events_of(run, "worker_failed") if is_named(event)]
+    assert [(event["rank"], event["coordinates"], event["attempt"]) for event in killed] == [
+        (1, "dp1", 0),
+        (1, "dp1", 1),
+    ]
+    assert re.fullmatch(rf"rank 1 \(dp1\): SIGKILL: {MESSAGE}", read_outcome(run.outcome).reason)
+    assert re.search("SIGKILL: killed by the kernel for memory", first.output)
