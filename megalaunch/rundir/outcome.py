@@ -119,6 +119,10 @@ class Outcome:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+STOPPED_BETWEEN_ATTEMPTS = (
+    "stopped after a failure, before the next attempt; run the same command to resume from the newest checkpoint"
+)
+"""Reason of a launch that is stopped while no worker runs that could save."""
 FAILED_NODES = "failed_nodes"
 """Key of `details`: the nodes that failed the preflight."""
 

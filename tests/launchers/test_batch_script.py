@@ -17,6 +17,7 @@ from launching import wait_until
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.slurm.batch_script import batch_script
 from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import STOPPED_BETWEEN_ATTEMPTS, Outcome, read_outcome
 from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.slurm import SlurmSpec
 
@@ -223,7 +224,8 @@ def test_a_stop_reaches_the_launchers_once_and_ends_the_job(max_restarts, code, 
     save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
     programs(tmp_path, srun=f"echo >> starts; {save}; /bin/sleep 2.5; exit {code}", scontrol="touch requeued")
     signals = (("started", signal.SIGUSR2), ("saving", signal.SIGUSR1))
-    assert ran_with_signals(tmp_path, *signals, max_restarts=max_restarts) == (code, "")
+    ended = 75 if max_restarts else code  # a script that restarts knows that nothing but the stop ended the job
+    assert ran_with_signals(tmp_path, *signals, max_restarts=max_restarts) == (ended, "")
     assert ((tmp_path / "starts").read_text(), (tmp_path / "saves").read_text()) == ("\n", "\n")
     assert not (tmp_path / "requeued").exists()
 
@@ -239,29 +241,36 @@ def test_a_stop_after_a_warning_lets_the_save_finish_and_the_job_is_not_queued_a
 @pytest.mark.parametrize("moment", ["sinfo", "pause"])
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1])
 def test_a_signal_between_two_starts_of_srun_prevents_the_next(moment, number, tmp_path):
-    """It comes while sinfo runs, or in the pause: a stop ends the job, a warning also queues it again."""
+    """It comes while sinfo runs, or in the pause: a stop ends the job, with its own code; a warning queues it again."""
     asked = "touch asked; /bin/sleep 1; echo allocated" if moment == "sinfo" else "echo allocated"
     pause = f'[ "$1" = 1 ] || {{ {"touch asked" if moment == "pause" else ":"}; exec /bin/sleep 60; }}'
-    programs(tmp_path, srun="echo >> starts; touch run/outcome.json; exit 5", sinfo=asked, sleep=pause)
+    srun = "echo >> starts; mkdir run/checkpoints/step_00000080; touch run/outcome.json; exit 5"
+    programs(tmp_path, srun=srun, sinfo=asked, sleep=pause)
     programs(tmp_path, scontrol="touch requeued")
     code, output = ran_with_signals(tmp_path, ("asked", number))
     is_warning = number == signal.SIGUSR1
-    assert (code, output) == (5, "job 12 is queued again: its time limit is near\n" if is_warning else "")
+    assert output == ("job 12 is queued again: its time limit is near\n" if is_warning else "")
     assert (tmp_path / "starts").read_text() == "\n"
-    assert (tmp_path / "run/outcome.json").exists()  # of the attempt that failed: none follows
-    assert not (tmp_path / "run/events.jsonl").exists()
+    outcome, events = read_outcome(tmp_path / "run/outcome.json"), tmp_path / "run/events.jsonl"
+    if is_warning:
+        assert (code, outcome, events.exists()) == (5, None, False)  # the outcome of the attempt that failed
+    else:
+        assert (code, outcome) == (75, Outcome(75, STOPPED_BETWEEN_ATTEMPTS, 80))
+        (end,) = read_lines(events)
+        assert end.pop("time") == pytest.approx(time.time(), abs=60)
+        assert end == {"event": "outcome", "exit_code": 75, "reason": STOPPED_BETWEEN_ATTEMPTS}
     assert (tmp_path / "requeued").exists() == is_warning
 
 
 def test_a_stop_while_sinfo_runs_prevents_a_requeue(tmp_path):
     programs(tmp_path, srun="exit 5", sinfo="touch asked; /bin/sleep 1; echo down", scontrol="touch requeued")
-    assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2)) == (5, "")
+    assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2)) == (75, "")
     assert not (tmp_path / "requeued").exists()
 
 
 def test_a_stop_before_a_start_of_srun_prevents_it(tmp_path):
     programs(tmp_path, srun="echo >> starts; exit 5", sinfo="", date="touch asked; /bin/sleep 1; echo 1.5")
-    assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2))[0] == 5
+    assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2))[0] == 75
     assert (tmp_path / "starts").read_text() == "\n"
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import tiny_spec, wait_until
+from launching import events_of, tiny_spec, wait_until
 from slow_cases import slow_but
 from training import tiny_overrides
 from typer.testing import CliRunner
@@ -25,6 +27,7 @@ from megalaunch.launchers.ssh import connection
 from megalaunch.launchers.ssh.connection import Connection
 from megalaunch.launchers.ssh.launcher import SshLauncher
 from megalaunch.platform.allocation import NodePlace
+from megalaunch.rundir.outcome import STOPPED_BETWEEN_ATTEMPTS, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 # `ssh -G` tells the address of a host; without it, what a host says and how ssh ends there.
@@ -230,6 +233,25 @@ def test_an_outcome_of_an_earlier_attempt_is_not_that_of_the_job(ssh, tmp_path):
     assert done.exit_code == 5
     assert "of the first attempt" not in done.stdout
     assert not run.outcome.exists()
+
+
+def test_a_stop_in_the_pause_before_a_restart_ends_the_job_with_the_code_of_a_stop(ssh, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    failed = json.dumps({"exit_code": 5, "reason": "of the attempt that failed", "step": 1, "details": {}})
+    ssh(playing_hosts(5).replace('; echo \'{"exit"', f"; echo '{failed}' > {run.outcome}; echo '{{\"exit\""))
+
+    def stop_in_the_pause():
+        wait_until(lambda: len(events_of(run, "restart")) == 2, 30)  # the first has no pause
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor() as pool:
+        stopping = pool.submit(stop_in_the_pause)
+        done = train(tmp_path, "launcher.max_restarts=2", "launcher.restart_backoff=60")
+        stopping.result()
+    assert done.exit_code == 75, done.output
+    assert "stopped after a failure, before the next attempt" in done.stderr
+    assert read_outcome(run.outcome) == Outcome(75, STOPPED_BETWEEN_ATTEMPTS, 0)
+    assert [event["exit_code"] for event in events_of(run, "outcome")] == [75]
 
 
 @pytest.mark.parametrize(("variables", "expected"), [({}, False), ({"MEGALAUNCH_ATTEMPT": "0"}, True)])

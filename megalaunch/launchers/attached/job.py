@@ -14,7 +14,15 @@ from megalaunch.launchers.attached.node import HeldNode
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.outcome import FAILED_NODES, NOT_RESTARTED, ExitCode, read_outcome
+from megalaunch.rundir.outcome import (
+    FAILED_NODES,
+    NOT_RESTARTED,
+    STOPPED_BETWEEN_ATTEMPTS,
+    ExitCode,
+    Outcome,
+    read_outcome,
+    write_outcome,
+)
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.rundir.tail import JsonlTail
 
@@ -176,6 +184,7 @@ class AttachedJob:
         record_event(self._directory, "restart", attempt=attempt, reason=end.reason, pause_seconds=pause)
         self.status = JobStatus("running", "RESTARTING", end.reason, self._hosts, attempt)
         if self._stop.wait(pause):
+            self._record_stop()
             return end.reason
         with contextlib.suppress(FileNotFoundError):
             self._directory.outcome.unlink()  # it is that of the attempt that failed
@@ -185,6 +194,12 @@ class AttachedJob:
             return str(error)
         self.status = JobStatus("running", "RUNNING", nodes=self._hosts, restarts=attempt)
         return None
+
+    def _record_stop(self) -> None:
+        """Write the outcome of a job that is stopped while no node runs, over that of the failed attempt."""
+        outcome = Outcome(int(ExitCode.PREEMPTED), STOPPED_BETWEEN_ATTEMPTS, self._saved_step())
+        write_outcome(self._directory.outcome, outcome)
+        record_event(self._directory, "outcome", exit_code=outcome.exit_code, reason=outcome.reason)
 
     def _watch(self) -> _End:
         """Watch the nodes until all have ended; the first that ended tells how. None is left."""

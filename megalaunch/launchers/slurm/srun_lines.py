@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megalaunch.launch.supervise import LONGEST_PAUSE, RestartBudget
 from megalaunch.launchers.launcher import Job
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE, FINAL_CODE_VARIABLE
-from megalaunch.rundir.outcome import NOT_RESTARTED, ExitCode
+from megalaunch.rundir.outcome import NOT_RESTARTED, STOPPED_BETWEEN_ATTEMPTS, ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.slurm import SlurmSpec
 
@@ -91,6 +91,7 @@ def lines_with_restarts(srun: str, words: str, job: Job) -> list[str]:
         f"    {_NO_SIGNAL} || break",
         "    record_restart",
         "done",
+        f'case "$code" in {_pattern(*NOT_RESTARTED)}) ;; *) [ "$stopped" = 0 ] || record_stop ;; esac',
         *(_end(slurm) if requeues(slurm) else ['exit "$code"']),
     ]
 
@@ -114,6 +115,8 @@ def _functions(directory: RunDirectory) -> list[str]:
     checkpoints = shlex.quote(str(directory.checkpoints))
     reason = "srun ended with exit code %d"
     event = f'{{"time": %s, "event": "restart", "attempt": %d, "reason": "{reason}", "pause_seconds": %s}}\\n'
+    stop = f'"exit_code": {int(ExitCode.PREEMPTED)}, "reason": "{STOPPED_BETWEEN_ATTEMPTS}"'
+    end, stopped = f'{{"time": %s, "event": "outcome", {stop}}}\\n', f'{{{stop}, "step": %d, "details": {{}}}}\\n'
     return [
         "saved() {  # the newest checkpoint",
         "    local path=; shopt -s nullglob",
@@ -125,6 +128,11 @@ def _functions(directory: RunDirectory) -> list[str]:
         f'    printf "restart %d: {reason}\\n" "${ATTEMPT_VARIABLE}" "$code"',
         f'    printf {shlex.quote(event)} "$(date +%s.%N)" "${ATTEMPT_VARIABLE}" "$code" "$pause" >> {events}',
         f"    rm -f {outcome}  # it is that of the attempt that failed",
+        "}",
+        "record_stop() {  # no launcher is there to do it",
+        f'    local step="$(saved)"; code={int(ExitCode.PREEMPTED)}',
+        f'    printf {shlex.quote(stopped)} "$((10#0${{step#step_}}))" > {outcome}',
+        f'    printf {shlex.quote(end)} "$(date +%s.%N)" >> {events}',
         "}",
     ]
 
