@@ -6,8 +6,6 @@ way. Sources: Zhang and Sennrich 2019 (RMSNorm); Ba et al. 2016 (LayerNorm).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,38 +68,7 @@ def add_norm_fused(
     x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Add and normalize by the Triton kernels for forward and backward, in fp32 arithmetic whatever the dtype."""
-    total, normed = _FusedAddNorm.apply(x, update, weight, bias, epsilon, dtype)
+    from megalaunch.kernels import operators
+
+    total, normed, _, _ = operators.add_norm(x, update, weight, bias, epsilon, dtype)
     return total, normed
-
-
-class _FusedAddNorm(torch.autograd.Function):
-    """Addition and norm by Triton kernels: saves h and, for each row, r = 1 / rms(h), or m = mean(h) and r of h - m.
-
-    Forward:   y = (h - m) r w + b,  with m = 0 and b = 0 in RMSNorm
-    Backward:  with n = (h - m) r and g = dy w:  dw = sum over rows of dy n,  db = sum over rows of dy,
-               dx = dupdate = dh + r (g - n mean(g n)), in LayerNorm also - r mean(g)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        from megalaunch.kernels.add_norm_triton import forward
-
-        total, normed, mean, inverse = forward(x, update, weight, bias, epsilon, dtype)
-        ctx.save_for_backward(total, weight, mean, inverse)
-        ctx.dtypes = x.dtype, update.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-        ctx.set_materialize_grads(False)
-        return total, normed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from megalaunch.kernels.add_norm_triton import backward
-
-        d_total, d_normed = gradients
-        total, weight, mean, inverse = ctx.saved_tensors
-        d_weight = d_bias = None
-        if d_normed is not None:
-            d_total, d_weight, d_bias = backward(d_total, d_normed, total, weight, mean, inverse)
-        found = zip((d_total, d_total, d_weight, d_bias), ctx.dtypes, strict=True)
-        return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in found), None, None

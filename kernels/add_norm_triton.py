@@ -102,16 +102,19 @@ def _backward(
 
 
 def forward(
-    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return x + update, its norm in `dtype`, and of each row the mean (of a LayerNorm) and 1 / rms or deviation."""
-    wide = _wide_dtype(x, update, weight)
-    total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype), device=x.device)
-    normed = torch.empty(x.shape, dtype=dtype, device=x.device)
-    x_RH, update_RH = _rows(x), _rows(update)
-    inverse = torch.empty(x_RH.shape[0], dtype=wide, device=x.device)
-    mean = None if bias is None else torch.empty_like(inverse)
+    x: Tensor,
+    update: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    total: Tensor,
+    normed: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+) -> None:
+    """Write x + update, its norm, and of each row the mean (of a LayerNorm) and 1 / rms or deviation."""
     if total.numel():
+        x_RH, update_RH = _rows(x), _rows(update)
         block = triton.next_power_of_2(x.shape[-1])
         _forward[(x_RH.shape[0],)](
             x_RH,
@@ -126,11 +129,10 @@ def forward(
             update_RH.stride(0),
             x.shape[-1],
             epsilon,
-            WIDE=_TRITON[wide],
+            WIDE=_TRITON[inverse.dtype],
             BLOCK=block,
             num_warps=_warps(block),
         )
-    return total, normed, mean, inverse
 
 
 def backward(
@@ -145,7 +147,7 @@ def backward(
         weight: The weight.
         mean, inverse: Of each row, as `forward` returns them.
     """
-    width, rows, wide = total.shape[-1], inverse.shape[0], inverse.dtype
+    width, rows, wide, total = total.shape[-1], inverse.shape[0], inverse.dtype, total.contiguous()
     d = torch.empty_like(total)
     block = triton.next_power_of_2(max(width, 1))
     programs = min(rows, _most_programs(total.device, block))
@@ -176,10 +178,6 @@ def backward(
 
 
 _TRITON = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def _wide_dtype(*inputs: Tensor) -> torch.dtype:
-    return torch.float64 if any(each.dtype == torch.float64 for each in inputs) else torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -95,10 +95,10 @@ def _casts_in_hardware(device: torch.device) -> bool:
 
 @cache
 def triton_kernels() -> CastKernels:
-    """Return the Triton form, which needs Triton."""
-    from megalaunch.kernels.float8_cast_triton import amax, cast, cast_both
+    """Return the Triton form, which imports Triton when it runs."""
+    from megalaunch.kernels import operators
 
-    return CastKernels(amax, cast, cast_both)
+    return CastKernels(operators.float8_amax, operators.float8_cast, operators.float8_cast_both)
 
 
 def _amax(x_RK: Tensor, block: Block) -> Tensor:

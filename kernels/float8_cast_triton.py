@@ -7,13 +7,14 @@ neither reading nor writing jumps from row to row in memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalaunch.kernels.forms import Block
+from megalaunch.kernels.forms import block_counts
 
 _TILE = 64  # rows and columns of a tile
 
@@ -80,11 +81,10 @@ def _cast(
         tl.store(transposed_ptr + r[:, None] + k[None, :] * rows, values, mask=inside)
 
 
-def amax(x_RK: Tensor, block: Block) -> Tensor:
+def amax(x_RK: Tensor, block: Sequence[int]) -> Tensor:
     """Return the largest absolute value of each block, fp32 [r, k]."""
     height, width = block
-    blocks = [triton.cdiv(size, extent) if extent else 1 for size, extent in zip(x_RK.shape, block, strict=True)]
-    bits = torch.zeros(blocks, dtype=torch.int32, device=x_RK.device)
+    bits = torch.zeros(block_counts(x_RK.shape, block), dtype=torch.int32, device=x_RK.device)
     # A tile does not cross the border of a block: powers of two that divide its extent, all rows of which have blocks.
     tile_rows = _TILE if height == 1 else math.gcd(height, _TILE)
     tile_columns = math.gcd(width, 2 * _TILE)
@@ -97,7 +97,7 @@ def amax(x_RK: Tensor, block: Block) -> Tensor:
     return bits.view(torch.float32)
 
 
-def cast(x_RK: Tensor, scales_rk: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+def cast(x_RK: Tensor, scales_rk: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return x * scale in fp8, contiguous."""
     values = torch.empty(x_RK.shape, dtype=dtype, device=x_RK.device)
     _start_cast(x_RK, scales_rk, block, values, None)
@@ -113,7 +113,9 @@ def cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return values, transposed
 
 
-def _start_cast(x_RK: Tensor, scales_rk: Tensor, block: Block, values: Tensor, transposed: Tensor | None) -> None:
+def _start_cast(
+    x_RK: Tensor, scales_rk: Tensor, block: Sequence[int], values: Tensor, transposed: Tensor | None
+) -> None:
     if not x_RK.numel():
         return
     form = torch.finfo(values.dtype)

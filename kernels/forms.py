@@ -7,7 +7,7 @@ pass and the recomputation of activations call kernels too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +19,12 @@ from torch import Tensor
 
 Block = tuple[int, int]
 """Rows and columns of a matrix that share one fp8 scale; 0 stands for all of them."""
+
+
+def block_counts(shape: Sequence[int], block: Sequence[int]) -> tuple[int, int]:
+    """Return how many blocks a matrix has along its rows and its columns."""
+    (rows, columns), (height, width) = shape, block
+    return -(-rows // height) if height else 1, -(-columns // width) if width else 1
 
 
 @dataclass(frozen=True)

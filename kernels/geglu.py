@@ -6,7 +6,7 @@ once. Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks and G
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,23 +51,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 def geglu_fused(gate: Tensor, up: Tensor, variant: GegluVariant = "geglu") -> Tensor:
     """Compute GEGLU with the Triton kernels for forward and backward, in fp32 arithmetic whatever the dtype."""
-    return _FusedGeglu.apply(gate.contiguous(), up.contiguous(), variant)
+    from megalaunch.kernels import operators
 
-
-class _FusedGeglu(torch.autograd.Function):
-    """GEGLU by Triton kernels: saves gate and up, and recomputes gelu(gate) in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, variant: GegluVariant) -> Tensor:
-        from megalaunch.kernels.geglu_triton import forward
-
-        ctx.save_for_backward(gate, up)
-        ctx.variant = variant
-        return forward(gate, up, variant)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        from megalaunch.kernels.geglu_triton import backward
-
-        gate, up = ctx.saved_tensors
-        return *backward(gradients[0].contiguous(), gate, up, ctx.variant), None
+    gated: Tensor = operators.geglu(gate, up, variant)
+    return gated

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,16 +65,19 @@ def _backward(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, size, VARIANT: 
 
 
 def forward(gate: Tensor, up: Tensor, variant: str) -> Tensor:
-    """Return gelu(gate) * up of two contiguous tensors; arithmetic in fp32 whatever the dtype."""
-    out = torch.empty_like(gate)
-    _forward[_programs(gate)](gate, up, out, gate.numel(), VARIANT=_VARIANTS[variant], BLOCK=_BLOCK)
+    """Return gelu(gate) * up, contiguous; arithmetic in fp32 whatever the dtype."""
+    out = gate.new_empty(gate.shape)
+    _forward[_programs(gate)](
+        gate.contiguous(), up.contiguous(), out, gate.numel(), VARIANT=_VARIANTS[variant], BLOCK=_BLOCK
+    )
     return out
 
 
 def backward(d_out: Tensor, gate: Tensor, up: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, given that of the output. All tensors are contiguous."""
-    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    _backward[_programs(gate)](d_out, gate, up, d_gate, d_up, gate.numel(), VARIANT=_VARIANTS[variant], BLOCK=_BLOCK)
+    """Return the gradients of gate and up, contiguous, given that of the output."""
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    inputs = (x.contiguous() for x in (d_out, gate, up))
+    _backward[_programs(gate)](*inputs, d_gate, d_up, gate.numel(), VARIANT=_VARIANTS[variant], BLOCK=_BLOCK)
     return d_gate, d_up
 
 

@@ -1,6 +1,6 @@
 """Permute tokens into the order of their experts, and sum the experts' outputs back per token.
 
-`REFERENCE` is plain torch, permute_triton.py the form for GPUs.
+`REFERENCE` is plain torch, `triton_kernels` the form for GPUs (operators.py).
 
 Each of T tokens has k experts: T k pairs. A row is a pair in the order of experts; pairs of one expert keep the order
 of their tokens, so that it does not depend on the device. Both directions and their gradients are gathers by row
@@ -127,10 +127,10 @@ def _kernels(x: Tensor) -> RowKernels:
 
 @cache
 def triton_kernels() -> RowKernels:
-    """Return the Triton form, which needs Triton."""
-    from megalaunch.kernels.permute_triton import gather_rows, sum_rows, weigh_rows
+    """Return the Triton form, which imports Triton when it runs."""
+    from megalaunch.kernels import operators
 
-    return RowKernels(gather_rows, sum_rows, weigh_rows)
+    return RowKernels(operators.gather_rows, operators.sum_rows, operators.weigh_rows)
 
 
 def _gather_rows(x_TH: Tensor, pairs_R: Tensor, rows_Tk: Tensor) -> Tensor:

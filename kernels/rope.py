@@ -7,7 +7,6 @@ memory: other functions may hold the tensor that backward is given, as those of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +26,6 @@ def rope_fused(heads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tenso
         heads: Queries and keys, or either.
         cos, sin: Of each position's angles, [S, R] or [B, 1, S, R]; both halves of R are equal.
     """
-    rotated: tuple[Tensor, ...] = _FusedRope.apply(cos, sin, *heads)
-    return rotated
+    from megalaunch.kernels import operators
 
-
-class _FusedRope(torch.autograd.Function):
-    """Rotation by the angles; backward rotates by the negative angles."""
-
-    @staticmethod
-    def forward(ctx: Any, cos: Tensor, sin: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
-        from megalaunch.kernels.rope_triton import rotate
-
-        ctx.save_for_backward(cos, sin)
-        return rotate(heads, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from megalaunch.kernels.rope_triton import rotate
-
-        cos, sin = ctx.saved_tensors
-        return None, None, *rotate(gradients, cos, sin, -1)
+    return tuple(operators.rope(heads, cos, sin, 1))

@@ -97,19 +97,19 @@ def _rotate(
         )
 
 
-def rotate(heads: Sequence[Tensor], cos: Tensor, sin: Tensor, way: int) -> tuple[Tensor, ...]:
-    """Return one tensor [B, N, S, D], or two of as many tokens, rotated by the angles (`way` 1) or back (-1).
+def rotate(heads: Sequence[Tensor], outputs: Sequence[Tensor], cos: Tensor, sin: Tensor, way: int) -> None:
+    """Rotate one tensor [B, N, S, D], or two of as many tokens, by the angles (`way` 1) or back (-1).
 
     Args:
         heads: Queries and keys, or either.
+        outputs: What to write to, of the same shapes; features are adjacent.
         cos, sin: [S, R] or [B, 1, S, R] of both halves, which are equal.
         way: 1 or -1.
     """
     inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
-    outputs = tuple(torch.empty_like(x) for x in inputs)
     batch, _, tokens, width = inputs[0].shape
     if not any(x.numel() for x in inputs):
-        return outputs
+        return
     tables = [_per_token(table, batch, tokens) for table in (cos, sin)]
     half = cos.shape[-1] // 2
     rest = width - 2 * half
@@ -138,7 +138,6 @@ def rotate(heads: Sequence[Tensor], cos: Tensor, sin: Tensor, way: int) -> tuple
         P=pairs,
         REST=triton.next_power_of_2(rest) if rest else 0,
     )
-    return outputs
 
 
 def _per_token(table: Tensor, batch: int, tokens: int) -> Tensor:

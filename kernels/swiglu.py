@@ -42,30 +42,15 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
     """Compute SwiGLU with the Triton kernels for forward and backward, in fp32 arithmetic whatever the dtype."""
-    return _FusedSwiglu.apply(gate.contiguous(), up.contiguous())
+    from megalaunch.kernels import operators
+
+    gated: Tensor = operators.swiglu(gate, up)
+    return gated
 
 
 def swiglu_in_place(gate: Tensor, up: Tensor, overwrite_up: bool) -> Tensor:
     """Compute SwiGLU as the reference does; backward overwrites the saved tensors, as new memory is slow on a CPU."""
     return _InPlaceSwiglu.apply(gate, up, overwrite_up)
-
-
-class _FusedSwiglu(torch.autograd.Function):
-    """SwiGLU by Triton kernels: saves gate and up, and recomputes silu(gate) in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from megalaunch.kernels.swiglu_triton import forward
-
-        ctx.save_for_backward(gate, up)
-        return forward(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        from megalaunch.kernels.swiglu_triton import backward
-
-        gate, up = ctx.saved_tensors
-        return backward(gradients[0].contiguous(), gate, up)
 
 
 class _InPlaceSwiglu(torch.autograd.Function):

@@ -1,8 +1,9 @@
 """Emulate on fake CPU tensors the operators that need values, or behave differently on a GPU.
 
 torch cannot place tensors, not even fake ones, on a device that it was built without. So kernels are told that they are
-not on a CPU (`kernels/forms.py`), and operators that have a fused kernel only on GPUs are overridden by functions
-that allocate and save for backward the same tensors as that kernel.
+not on a CPU (`kernels/forms.py`). For Triton kernels torch's operators of them are called, whose rules for fake tensors
+allocate their results. Other operators that have a fused kernel only on GPUs are overridden by functions that allocate
+and save for backward the same tensors as that kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
-from megalaunch.kernels.forms import Block, BlockKernel, CastKernels, KernelForms, RowKernels
+from megalaunch.kernels import float8_cast, permute
+from megalaunch.kernels.forms import BlockKernel, KernelForms
+from megalaunch.kernels.geglu import geglu_fused
+from megalaunch.kernels.swiglu import swiglu_fused
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
@@ -134,60 +138,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return apply_function(_FlashAttention, q, k, v, bias)
 
 
-class _GatedActivation(torch.autograd.Function):
-    """Fused SwiGLU or GEGLU (kernels/swiglu_triton.py, geglu_triton.py): saves gate and up for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        gradients[0].contiguous()
-        return torch.empty_like(gate), torch.empty_like(up)
-
-
-def _gated_activation(gate: Tensor, up: Tensor, variant: str = "") -> Tensor:
-    return apply_function(_GatedActivation, gate, up)
-
-
 def _grouped_matmul(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """Allocate the output only: the operator refuses fake tensors in fp32, and a loop over experts needs their rows."""
     if b.ndim == 3:
         return a.new_empty(a.shape[0], b.shape[2])
     return a.new_empty(offsets_E.shape[0], a.shape[0], b.shape[1])
-
-
-def _gather_rows(x_TH: Tensor, pairs_R: Tensor, rows_Tk: Tensor) -> Tensor:
-    return x_TH.new_empty(pairs_R.shape[0], x_TH.shape[1])
-
-
-def _sum_rows(y_RH: Tensor, rows_Tk: Tensor, weights_Tk: Tensor | None) -> Tensor:
-    return y_RH.new_empty(rows_Tk.shape[0], y_RH.shape[1])
-
-
-def _weigh_rows(
-    dy_TH: Tensor, y_RH: Tensor, pairs_R: Tensor, rows_Tk: Tensor, weights_Tk: Tensor
-) -> tuple[Tensor, Tensor]:
-    dy_TH.contiguous()
-    return torch.empty_like(y_RH), torch.empty_like(weights_Tk)
-
-
-def _amax(x_RK: Tensor, block: Block) -> Tensor:
-    extents = [extent or size for size, extent in zip(x_RK.shape, block, strict=True)]
-    return x_RK.new_empty(
-        [-(-size // extent) for size, extent in zip(x_RK.shape, extents, strict=True)], dtype=torch.float32
-    )
-
-
-def _cast(x_RK: Tensor, scales_rk: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    return x_RK.new_empty(x_RK.shape, dtype=dtype)
-
-
-def _cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(x_RK.shape[::-1], dtype=dtype)
 
 
 CPU_KERNELS = KernelForms(grouped_matmul=_grouped_matmul)
@@ -198,10 +153,10 @@ GPU_KERNELS = replace(
     rms_norm=_rms_norm,
     attention=_attention,
     block_attention=_FLASH_BLOCK,
-    swiglu=_gated_activation,
-    geglu=_gated_activation,
-    row_kernels=RowKernels(_gather_rows, _sum_rows, _weigh_rows),  # kernels/permute_triton.py
-    cast_kernels=CastKernels(_amax, _cast, _cast_both),  # kernels/float8_cast_triton.py
+    swiglu=swiglu_fused,
+    geglu=geglu_fused,
+    row_kernels=permute.triton_kernels(),
+    cast_kernels=float8_cast.triton_kernels(),
 )
 """The operators of a simulated GPU."""
 KERNELS_WITHOUT_TRITON = replace(GPU_KERNELS, swiglu=None, geglu=None, cast_kernels=None)
