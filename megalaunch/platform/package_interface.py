@@ -11,6 +11,8 @@ from typing import Any
 def missing_names(modules: Mapping[str, Any], bound: Mapping[str, Collection[str]]) -> list[str]:
     """Return which of the bound names and arguments modules lack, as "module.name" and "module.name(argument=)".
 
+    What takes any keyword, which it gives to a base class, lacks none.
+
     Args:
         modules: Imported modules, by the names that start the paths of `bound`.
         bound: What is called, as "module.name" or "module.Class.method", with the arguments that it is given by name.
@@ -24,5 +26,6 @@ def missing_names(modules: Mapping[str, Any], bound: Mapping[str, Collection[str
             found.append(path)
         elif arguments:
             accepted = inspect.signature(called).parameters
-            found += [f"{path}({argument}=)" for argument in arguments if argument not in accepted]
+            if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
+                found += [f"{path}({argument}=)" for argument in arguments if argument not in accepted]
     return found

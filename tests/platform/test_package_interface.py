@@ -34,3 +34,8 @@ def test_names_methods_and_arguments_that_are_not_there():
 
 def test_a_package_with_all_of_it():
     assert missing_names({"kit": PACKAGE}, {"kit.Layer": ("width", "bias"), "kit.attend": ("causal",)}) == []
+
+
+def test_keywords_for_a_base_class_are_not_known_before_the_call():
+    package = SimpleNamespace(Norm=lambda size, **others: None)
+    assert missing_names({"kit": package}, {"kit.Norm": ("size", "device")}) == []

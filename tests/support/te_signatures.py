@@ -119,13 +119,16 @@ class _Sources:
         place, definition = found
         if isinstance(definition, ast.FunctionDef):
             return _parameters(definition)
-        for _, each in self._with_bases(place, definition):
+        classes = [each for _, each in self._with_bases(place, definition)]
+        if member is None:
+            return _constructor(classes)
+        for each in classes:
             for node in each.body:
-                if isinstance(node, ast.FunctionDef) and node.name == (member or "__init__"):
+                if isinstance(node, ast.FunctionDef) and node.name == member:
                     return _parameters(node)
                 if isinstance(node, ast.Assign) and member in map(ast.unparse, node.targets):
                     return {}
-        return _fields(definition) if member is None else None
+        return None
 
     def _definition(self, module: str, name: str) -> tuple[str, Definition] | None:
         tree = self._parse(module)
@@ -155,6 +158,23 @@ class _Sources:
             found = self._definition(module, base.id) if isinstance(base, ast.Name) else None
             if found is not None and isinstance(found[1], ast.ClassDef):
                 yield from self._with_bases(found[0], found[1])
+
+
+def _constructor(classes: list[ast.ClassDef]) -> Signature:
+    """Return the parameters of the constructor of a class, given with its bases, or the fields of a dataclass.
+
+    Keywords that it gives to a base class are those of the base class.
+    """
+    signature: Signature = {}
+    for each in classes:
+        for node in each.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                own = _parameters(node)
+                rest = [name for name in own if name.startswith("**")]
+                signature |= {name: default for name, default in own.items() if name not in (*signature, *rest)}
+                if not rest:
+                    return signature
+    return signature or _fields(classes[0])
 
 
 def _parameters(function: ast.FunctionDef) -> Signature:

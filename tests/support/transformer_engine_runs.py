@@ -33,12 +33,14 @@ class LibraryRun:
         layers: Mode and shape of each linear layer.
         experts: The shape of each grouped linear layer.
         casts: How often weights were cast.
+        normed: How often a norm was called.
     """
 
     numbers: Any
     layers: list[Any]
     experts: list[Any]
     casts: int
+    normed: int
 
 
 def run_by_library(spec: Any) -> LibraryRun:
@@ -49,7 +51,7 @@ def run_by_library(spec: Any) -> LibraryRun:
 def _train_and_record(spec: Any) -> Any:
     numbers, state = train(spec, True, shake), stand_in.STATE
     layers = [(layer.mode, tuple(layer.weight.shape)) for layer in state.layers]
-    return numbers, layers, [layer.shape for layer in state.experts], state.casts
+    return numbers, layers, [layer.shape for layer in state.experts], state.casts, state.normed
 
 
 def train_in_fp8(spec: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine: linear layers, `autocast` and recipes with the signatures of 2.9, on CPUs.
+"""A stand-in for Transformer Engine: linear layers, norms, `autocast` and recipes with the signatures of 2.9, on CPUs.
 
 It computes in the dtype of its inputs, or with `quantize` in emulated fp8 by this project's own matmuls. It holds its
 callers to what Transformer Engine documents or asserts: an autocast, contiguous input whose rows can be cast, weights
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.kernels.linear_matmuls import COMPUTE_DTYPE
+from megalaunch.kernels.rms_norm import rms_norm
 from megalaunch.schema.precision import Float8Spec
 
 
@@ -56,6 +58,7 @@ class State:
     saves_8_bits: bool = False
     layers: list[Linear] = field(default_factory=list)
     experts: list[GroupedLinear] = field(default_factory=list)
+    normed: int = 0
     casts: int = 0
 
 
@@ -196,6 +199,38 @@ class GroupedLinear(nn.Module):
         return _GroupedLinearFn.apply(inp, m_splits, self.cached, _matmuls(), *weights)
 
 
+class RMSNorm(nn.Module):
+    """By this project's own norm; statistics and 1 + weight are fp32, as in Transformer Engine."""
+
+    has_bias = False
+
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, float(zero_centered_gamma)
+        self.weight = nn.Parameter(torch.empty(normalized_shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty_like(self.weight)) if self.has_bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert not self.weight.is_meta
+        assert self.weight.dtype == input.dtype
+        STATE.normed += 1
+        weight = self.weight.float() + self.offset
+        if self.bias is None:
+            return rms_norm(input, weight, self.eps)
+        return F.layer_norm(input.float(), weight.shape, weight, self.bias.float(), self.eps).to(input.dtype)
+
+
+class LayerNorm(RMSNorm):
+    has_bias = True
+
+
 class _GroupedLinearFn(torch.autograd.Function):
     """One product for each expert."""
 
@@ -280,7 +315,8 @@ def transformer_engine_modules() -> dict[str, ModuleType]:
     """Return the modules, by the names under which they are imported."""
     library, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     common, recipes = ModuleType("transformer_engine.common"), ModuleType("transformer_engine.common.recipe")
-    layers.Linear, layers.GroupedLinear, layers.autocast = Linear, GroupedLinear, autocast
+    for each in (Linear, GroupedLinear, RMSNorm, LayerNorm, autocast):
+        setattr(layers, each.__name__, each)
     for each in (Format, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         setattr(recipes, each.__name__, each)
     library.pytorch, library.common, common.recipe = layers, common, recipes

@@ -64,14 +64,25 @@ class Embedding(nn.Module):
         return x_BsH + nn.functional.embedding(tp_region.scatter_to_sp(positions), local_param(self.positions))
 
 
+class LibraryNorm(Protocol):
+    """A norm of a library, with the settings of a `Norm`, which gives it inputs in the dtype of the weight."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Normalise [..., size] -> [..., size]; statistics, and 1 + weight of a zero-centered one, are fp32."""
+
+
 @overridable
 class Norm(nn.Module):
-    """RMSNorm: x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016)."""
+    """RMSNorm: x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016).
+
+    A `library` norm computes it where the residual stream has the dtype of the weight.
+    """
 
     def __init__(self, size: int, config: NormConfig, layout: ParamLayout = REPLICATED) -> None:
         super().__init__()
         self.config, self.layout = config, layout
         self.save_policy: SavePolicy = save_activations
+        self.library: LibraryNorm | None = None
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if config.layer else None
 
@@ -85,6 +96,8 @@ class Norm(nn.Module):
         weight, epsilon = local_param(self.weight), self.config.epsilon
         bias = None if self.bias is None else local_param(self.bias)
         dtype = weight.dtype
+        if self.library is not None and x.dtype == dtype:
+            return self.library(x, weight, bias)
         if self.config.zero_centered_gamma:  # in 16 bits, 1 + weight would lose most of a small weight
             x, weight = x.float(), 1 + weight.float()
         elif x.dtype != dtype:  # x is a residual stream in fp32

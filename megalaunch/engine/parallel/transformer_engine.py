@@ -29,6 +29,7 @@ from megalaunch.engine.model.moe.experts import Experts, GroupedLinear
 from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.tp_region import ProjectionBlock
 from megalaunch.engine.parallel.transformer_engine_experts import TransformerEngineExperts
+from megalaunch.engine.parallel.transformer_engine_norms import apply_transformer_engine_norms
 from megalaunch.engine.precision.policy import compute_dtype
 from megalaunch.engine.precision.transformer_engine import TransformerEngine, load_transformer_engine
 from megalaunch.plan.rules.float8 import ALIGNMENT
@@ -38,7 +39,7 @@ from megalaunch.schema import RunSpec
 def apply_transformer_engine(
     model: Decoder, layers: Collection[Linear | GroupedLinear], spec: RunSpec, mesh: Mesh
 ) -> None:
-    """Let Transformer Engine compute these layers of a decoder, and the experts among them, in place.
+    """Let Transformer Engine compute these layers of a decoder, the experts among them, and all norms, in place.
 
     Raises:
         UnknownTransformerEngine: It cannot be imported, or lacks something that is called.
@@ -46,6 +47,7 @@ def apply_transformer_engine(
     library, settings = load_transformer_engine(), spec.precision.fp8
     recipe, dtype = library.make_recipe(settings), compute_dtype(spec.precision)
     rows = min(ALIGNMENT[settings.recipe], 32)  # blockwise: rows of an expert may end within a block
+    apply_transformer_engine_norms(model, library, dtype)
     made: list[CastsWeights] = []
     for moe_layer in _with_experts(model, layers):
         moe_layer.library = experts = TransformerEngineExperts(library, recipe, moe_layer.experts, dtype, rows)

@@ -20,6 +20,8 @@ from megalaunch.schema.precision import Float8Spec
 _RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
 """The names of the recipes in `transformer_engine.common.recipe`."""
 
+_NORMS = ("RMSNorm", "LayerNorm")
+
 _BOUND: dict[str, tuple[str, ...]] = {
     "pytorch.Linear": (
         *("in_features", "out_features", "bias", "params_dtype", "device"),
@@ -28,6 +30,7 @@ _BOUND: dict[str, tuple[str, ...]] = {
     "pytorch.Linear.forward": ("inp", "is_first_microbatch"),
     "pytorch.GroupedLinear": ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device"),
     "pytorch.GroupedLinear.forward": ("inp", "m_splits", "is_first_microbatch"),
+    **{f"pytorch.{name}": ("normalized_shape", "eps", "zero_centered_gamma", "device", "dtype") for name in _NORMS},
     "pytorch.autocast": ("enabled", "recipe"),
     **{f"common.recipe.{name}": ("fp8_format",) for name in _RECIPES.values()},
     "common.recipe.Format.E4M3": (),
@@ -47,12 +50,15 @@ class TransformerEngine:
     Attributes:
         linear: The class `pytorch.Linear`.
         grouped_linear: The class `pytorch.GroupedLinear`.
+        rms_norm, layer_norm: The classes `pytorch.RMSNorm` and `pytorch.LayerNorm`.
         autocast: `pytorch.autocast`, the context in which layers compute by a recipe.
         recipes: The module `common.recipe`.
     """
 
     linear: Callable[..., nn.Module]
     grouped_linear: Callable[..., nn.Module]
+    rms_norm: Callable[..., nn.Module]
+    layer_norm: Callable[..., nn.Module]
     autocast: Callable[..., AbstractContextManager[Any]]
     recipes: Any
 
@@ -81,4 +87,5 @@ def load_transformer_engine() -> TransformerEngine:
             f"the installed transformer_engine has no {', '.join(missing)}; "
             "install another version of it, or set precision.fp8.implementation=native"
         )
-    return TransformerEngine(layers.Linear, layers.GroupedLinear, layers.autocast, recipes)
+    classes = layers.Linear, layers.GroupedLinear, layers.RMSNorm, layers.LayerNorm
+    return TransformerEngine(*classes, layers.autocast, recipes)

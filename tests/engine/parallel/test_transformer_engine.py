@@ -10,6 +10,7 @@ import transformer_engine_stand_in as stand_in
 from float8_runs import float8_spec, train
 from forked_ranks import run_ranks
 from oracle import assert_same, joined_stages, shake
+from resumed_run import SAVED, loaded, saved_and_gone_on
 from slow_cases import slow_but
 from torch import nn
 from transformer_engine_runs import install_stand_in, library_spec, run_by_library, train_in_fp8
@@ -17,6 +18,7 @@ from transformer_engine_runs import install_stand_in, library_spec, run_by_libra
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
 from megalaunch.engine.param_layout import REPLICATED
+from megalaunch.engine.precision import policy
 from megalaunch.engine.precision.transformer_engine import load_transformer_engine
 from megalaunch.schema.precision import Float8Spec
 
@@ -57,6 +59,7 @@ def test_layouts_have_the_numbers_of_one_process(layout, expected):
     assert len(made) == layers * (4 if tp > 1 else 7)
     assert {mode for mode, _ in made} == ({"column", "row"} if tp > 1 else {None})
     assert found.casts == len(made) * 4, "once in each of three steps, and in the validation"
+    assert found.normed
 
 
 SP: dict[str, Any] = LAYOUTS["tp2 sp"]
@@ -75,6 +78,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "biases": (SP, {"model__qkv_bias": True, "model__attention_output_bias": True, "model__mlp_bias": True}),
     "latent attention": (SP, LATENT),
     "one projection up": ({"tp": 2}, {"model__activation": "gelu"}),
+    "zero-centered norms": (SP, {"model__norm_plus_one": True, "model__norm_placement": "both"}),
+    "zero-centered norms of means": ({}, {"model__norm": "layernorm", "model__norm_plus_one": True}),
     "layers recomputed": (SP, {"recompute__granularity": "full"}),
     "blocks recomputed": (SP, {"recompute__granularity": "selective", "recompute__modules": ("attention", "mlp")}),
 }
@@ -88,6 +93,26 @@ def test_forms_of_a_layer_have_the_numbers_of_the_native_ones(form):
     native = float8_spec(layout, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", **values})
     found = run_by_library(te_spec(layout, **values))
     assert_same(found.numbers, joined_stages(run_ranks(native.cluster.devices_per_node, train, native, True, shake)))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_the_other_implementation(tmp_path):
+    """Fused projections and zero-centered norms have the names of the native ones in checkpoints."""
+    library = te_spec(SP, model__norm_plus_one=True)
+    native = float8_spec(
+        {}, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", "model__norm_plus_one": True}
+    )
+    expected, _ = run_ranks(2, _in_fp32, saved_and_gone_on, library, tmp_path, False)
+    (found,) = run_ranks(1, _in_fp32, loaded, native, tmp_path / "checkpoints" / f"step_{SAVED:08d}")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert abs(found.gradients[name] - gradient).max() <= 1e-5 * abs(gradient).max()
+
+
+def _in_fp32(function: Any, *args: Any) -> Any:
+    policy._FORMATS["fp8"] = torch.float32  # in a forked process
+    return function(*args)
 
 
 def test_the_recipe_and_its_format_reach_the_library():
