@@ -7,7 +7,6 @@ import time
 
 from megalaunch.launch.agent import Agent, exit_codes
 from megalaunch.launch.failure import (
-    Failure,
     exit_description,
     first_failure,
     hang_failure,
@@ -24,6 +23,7 @@ from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.worker_failure import Failure
 from megalaunch.schema import RunSpec
 
 SETTLE_SECONDS = 0.5  # the agent logs a worker's exit code within 0.1 s

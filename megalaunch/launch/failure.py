@@ -4,56 +4,19 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megalaunch.launch.hang.collective_mismatch import Culprit
-from megalaunch.launch.hang.rank_monitor import Rank, rank_label
+from megalaunch.launch.hang.rank_monitor import Rank
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.platform.cgroups import OomKills
 from megalaunch.platform.torch_backends import broken_backend
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.outcome import ExitCode
-from megalaunch.rundir.worker_failure import describe_exit, is_lost_peer
+from megalaunch.rundir.worker_failure import BROKEN_TORCH, Failure, describe_exit, failure_from_event, is_lost_peer
 
-BROKEN_TORCH = "torch cannot be imported"
 SUPERSEDED = f"exit code {int(ExitCode.PREEMPTED)}"  # of a worker that found later workers of the run
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One failed attempt. `exception` is a type's name, a signal's name, `hang`, `exit code N`, or BROKEN_TORCH.
-
-    `rank` is None where the agent failed, not a worker.
-    """
-
-    attempt: int
-    rank: int | None
-    coordinates: str
-    phase: str
-    step: int
-    exception: str
-    message: str
-
-    @property
-    def source(self) -> str:
-        """`rank 1 (dp1)`, or `the agent` when no worker can be named."""
-        return "the agent" if self.rank is None else rank_label(self.rank, self.coordinates)
-
-    @property
-    def error(self) -> str:
-        """`ValueError: ...` in one line."""
-        return f"{self.exception}: {self.message}" if self.message else self.exception
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """The exit code of a launch that ends with this failure."""
-        return {"hang": ExitCode.HANG, BROKEN_TORCH: ExitCode.CONFIGURATION}.get(self.exception, ExitCode.CRASH)
-
-    def same_cause(self, other: Failure) -> bool:
-        """Return whether both failed at the same step with the same exception."""
-        return (self.step, self.exception) == (other.step, other.exception)
 
 
 def record_failure(storage: StorageMonitor, failure: Failure) -> None:
@@ -96,7 +59,7 @@ def first_failure(
     """
     own = [event for event in events if not is_lost_peer(event)]
     if own:
-        return _from_event(attempt, own[0])
+        return failure_from_event(own[0])
     if agent_code is not None and agent_code < 0:
         name, meaning = describe_exit(agent_code)
         return Failure(attempt, None, "", "", step, name, f"{meaning}; its workers were ended with it")
@@ -119,7 +82,7 @@ def first_failure(
         rank = min(killed or silent, key=lambda rank: rank.progress.time)
         return _failure_location(attempt, rank, *describe_exit(codes[rank.progress.rank]))
     if events:
-        return _from_event(attempt, events[0])
+        return failure_from_event(events[0])
     exit_text = "ended" if agent_code is None else f"exit code {agent_code}"
     return Failure(attempt, None, "", "starting", step, exit_text, "no worker reported an error")
 
@@ -154,20 +117,3 @@ def _failure_location(attempt: int, rank: Rank, exception: str, message: str) ->
 def exit_description(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
     """Return a rank's exit code, negative for a signal; None if it is not known."""
     return exit_codes.get(rank.progress.pid, rank.return_code)
-
-
-def _from_event(attempt: int, event: Record) -> Failure:
-    def text(key: str) -> str:
-        value: Any = event.get(key)
-        return "" if value is None else " ".join(str(value).split())
-
-    rank, step = event.get("rank"), event.get("step")
-    return Failure(
-        attempt,
-        rank if isinstance(rank, int) else None,
-        text("coordinates"),
-        text("phase"),
-        step if isinstance(step, int) else 0,
-        text("exception") or "an exception",
-        text("message"),
-    )

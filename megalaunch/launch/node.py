@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.announcement import Announcement
@@ -29,7 +28,9 @@ from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
+from megalaunch.rundir.failed_attempts import failure_outcome
 from megalaunch.rundir.fence import Fence, Superseded
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
@@ -164,20 +165,15 @@ def _conclude(launch: Launch, stop: StopSignals, code: int, step: int, launched:
     Args:
         launched: the events since its start.
     """
-    details = dict[str, Any]()
     if stop.count:
-        exit_code = stop.exit_code
         reason = "stopped before the workers saved; run the same command to resume from the newest checkpoint"
-    else:
-        failed = [event for event in launched.read_new()[0] if event.get("event") == "worker_failed"]
-        attempt = max([_newest_attempt(launch), *(int(event.get("attempt", 0)) for event in failed)])
-        events = [event for event in failed if event.get("attempt") == attempt]
-        failure = first_failure(attempt, events, {}, {}, step, agent_code=code)
-        exit_code, reason = failure.exit_code, f"{failure.source}: {failure.error}"
-        if failure.rank is not None:
-            node = failure.rank // int(launch.spec.cluster.devices_per_node)
-            details = {"node": node, "rank": failure.rank, "phase": failure.phase}
-    return Outcome(int(exit_code), reason, step, details)
+        return Outcome(int(stop.exit_code), reason, step)
+    failed = [event for event in launched.read_new()[0] if event.get("event") == "worker_failed"]
+    attempt = max([_newest_attempt(launch), *(int(event.get("attempt", 0)) for event in failed)])
+    events = [event for event in failed if event.get("attempt") == attempt]
+    failure = first_failure(attempt, events, {}, {}, step, agent_code=code)
+    workers = int(launch.spec.cluster.devices_per_node)
+    return failure_outcome(failure, read_lines(launch.directory.events), step, workers)
 
 
 def _newest_attempt(launch: Launch) -> int:

@@ -12,7 +12,7 @@ from megalaunch.format.numbers import format_duration
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
-from megalaunch.launch.failure import SUPERSEDED, Failure, record_failure
+from megalaunch.launch.failure import SUPERSEDED, record_failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
@@ -22,11 +22,11 @@ from megalaunch.rundir.events import EventName
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.rundir.tail import JsonlTail
+from megalaunch.rundir.worker_failure import Failure, is_no_progress
 from megalaunch.schema import RunSpec
 
 POLL_SECONDS = 0.2
 TEARDOWN_SECONDS = 20.0  # from a written outcome to the end of all processes
-SAME_FAILURES = 3
 LONGEST_PAUSE = 300.0  # between two restarts, seconds
 
 
@@ -155,7 +155,7 @@ class Supervisor:
         if last is None or last.exception == SUPERSEDED or self._stop.count or self._has_outcome:
             return False
         could_not_start = last.rank is None and (attempt.agent_code or 0) > 0
-        return not (could_not_start or self._keeps_failing()) and self._becomes_writable()
+        return not (could_not_start or is_no_progress(self._failures)) and self._becomes_writable()
 
     def _keep_directory(self) -> None:
         """Keep the lock, and the knowledge whether the run directory can be written. Cheap to call often."""
@@ -220,18 +220,12 @@ class Supervisor:
         last = self._failures[-1] if self._failures else None
         return last if last and last.attempt == self._attempts - 1 else None
 
-    def _keeps_failing(self) -> bool:
-        """Return whether the last SAME_FAILURES attempts had the same failure of a worker, hangs not counted."""
-        last = self._failures[-SAME_FAILURES:]
-        same = len(last) == SAME_FAILURES and all(failure.same_cause(last[0]) for failure in last)
-        return same and last[0].rank is not None and last[0].exception != "hang"
-
     def _may_restart(self, number: int) -> bool:
         """Wait until attempt `number` may start; False without restarts left, or after a stop request."""
         pause = self._budget.take()
         if pause is None:
             return False
-        self._record("restart", attempt=number, reason=_short(self._failures[-1]), pause_seconds=pause)
+        self._record("restart", attempt=number, reason=self._failures[-1].summary, pause_seconds=pause)
         begins = time.monotonic() + pause
         while not self._stop.count and time.monotonic() < begins:
             self._keep_directory()
@@ -276,7 +270,7 @@ class Supervisor:
         elif failure is None:
             code, reason = ExitCode.CRASH, "the workers ended without an error and without outcome.json"
         else:
-            code = ExitCode.NO_PROGRESS if self._keeps_failing() else failure.exit_code
+            code = ExitCode.NO_PROGRESS if is_no_progress(self._failures) else failure.exit_code
             reason = f"{failure.source}: {failure.error}"
         details: dict[str, Any] = {} if failure is None else {**vars(failure), "attempts": len(self._failures)}
         if failure is not None:
@@ -289,7 +283,3 @@ class Supervisor:
 
     def _record(self, event: EventName, **details: Any) -> None:
         self._storage.record(event, **details)
-
-
-def _short(failure: Failure) -> str:
-    return f"{failure.source} failed at step {failure.step}: {failure.error}"[:300]

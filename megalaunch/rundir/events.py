@@ -240,7 +240,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         {"trace": "end of the traceback; not in an event of the launcher"},
     ),
     "restart": EventKind(
-        _LAUNCHER,
+        f"{_LAUNCHER}, or the agent of node 0 where the agents restart the workers",
         "when all workers are started again after a failure",
         {
             "attempt": "number of this restart",

@@ -52,5 +52,9 @@ def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
         (1, "dp1", 0),
         (1, "dp1", 1),
     ]
+    (restart,) = events_of(run, "restart")
+    assert restart["attempt"] == 1
+    assert re.fullmatch(rf"rank 1 \(dp1\) failed at step \d: SIGKILL: {MESSAGE}", restart["reason"])
+    assert f"restart 1: {restart['reason']}" in first.output
     assert re.fullmatch(rf"rank 1 \(dp1\): SIGKILL: {MESSAGE}", read_outcome(run.outcome).reason)
     assert re.search("SIGKILL: killed by the kernel for memory", first.output)

@@ -8,7 +8,7 @@ from launching import events_of, tiny_spec
 from megalaunch.launch.agent import exit_codes
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.display.report import failure_report
-from megalaunch.launch.failure import Failure, first_failure, name_out_of_memory, record_failure
+from megalaunch.launch.failure import first_failure, name_out_of_memory, record_failure
 from megalaunch.launch.hang.collective_mismatch import Culprit
 from megalaunch.launch.hang.rank_monitor import Rank
 from megalaunch.launch.storage_monitor import StorageMonitor
@@ -17,7 +17,7 @@ from megalaunch.platform.cgroups import OomKills
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
-from megalaunch.rundir.worker_failure import describe_exit
+from megalaunch.rundir.worker_failure import Failure, describe_exit
 
 
 def rank(number: int, code: int | None = None, step: int = 5, held_on: bool = False) -> Rank:

@@ -13,6 +13,7 @@ from megalaunch.launch.lock import RunLock
 from megalaunch.launch.node import run_first_node
 from megalaunch.launch.run_state import ThroughputBasis
 from megalaunch.launch.stop import StopSignals
+from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -40,6 +41,15 @@ class FailedWorker(CrashedAgent):
     def run(self, stop, storage, poll):
         tell_failure(self.path, 1, "KeyError", attempt=0, at=4e9)  # by a clock that is ahead
         tell_failure(self.path, 1, "ValueError", attempt=1, at=5.0)
+        return 1
+
+
+class StuckWorker(CrashedAgent):
+    """An agent whose worker fails for the third time at the same step, after the attempts of two earlier agents."""
+
+    def run(self, stop, storage, poll):
+        tell_failure(self.path, 1, "ValueError", attempt=2, at=5.0)
+        ProgressWriter(RunDirectory(self.path.parent).progress(1), 1, attempt=2).report("step", 3)
         return 1
 
 
@@ -76,11 +86,15 @@ def crash(folder, *attempts):
     return result.outcome, read_outcome(directory.outcome)
 
 
+def begin(folder):
+    """An earlier launch of the run, which failed."""
+    run_of(folder).root.mkdir()
+    tell_failure(run_of(folder).events, 0, "OSError", attempt=2, at=4e9)
+
+
 def fail(folder, agent):
-    """Let workers fail in a run that an earlier launch has begun; the outcome."""
+    """Let workers fail in a run that earlier launches may have begun; the outcome."""
     directory = run_of(folder)
-    directory.root.mkdir()
-    tell_failure(directory.events, 0, "OSError", attempt=2, at=4e9)  # of the earlier launch
     launch = Launch(tiny_spec(), directory, RunLock(directory.lock), (), ThroughputBasis(10**9, 2, 1e12), 1)
     with StopSignals() as stop:
         return run_first_node(launch, agent(directory.events, ()), Unannounced(), stop, lambda view: None).outcome
@@ -97,10 +111,31 @@ def test_the_launcher_writes_the_outcome_of_its_own_attempts(tmp_path, attempts)
 
 
 def test_the_failure_of_the_newest_attempt_is_named_whatever_the_clocks_say(tmp_path):
+    begin(tmp_path)
     assert fail(tmp_path, FailedWorker).reason == "rank 1 (dp1): ValueError: no"
 
 
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (["ValueError", "ValueError"], ExitCode.NO_PROGRESS),
+        (["ValueError", "KeyError"], ExitCode.CRASH),
+        (["ValueError"], ExitCode.CRASH),
+        (["ValueError", None], ExitCode.CRASH),  # a node was lost
+    ],
+)
+def test_the_same_failure_of_three_attempts_in_a_row_is_no_progress(tmp_path, before, expected):
+    directory = run_of(tmp_path)
+    directory.root.mkdir()
+    for attempt, exception in enumerate(before):
+        record_event(directory, "launch")
+        if exception:
+            tell_failure(directory.events, 1, exception, attempt, at=4e9)
+    assert fail(tmp_path, StuckWorker).exit_code == expected
+
+
 def test_an_earlier_attempt_is_not_named_for_one_without_an_event(tmp_path):
+    begin(tmp_path)
     outcome = fail(tmp_path, KilledWorker)
     assert outcome.exit_code == ExitCode.CRASH
     assert outcome.reason == "the agent: exit code 1: no worker reported an error"

@@ -224,6 +224,16 @@ def test_failed_nodes_are_started_again_within_the_budget(ssh, tmp_path, code, n
     assert [event["attempt"] for event in told if event["event"] == "restart"] == list(range(1, restarts + 1))
 
 
+@pytest.mark.parametrize(("codes", "restarts"), [((8, 5), 0), ((5, 5), 1)])
+def test_without_progress_nothing_is_started_again_whichever_node_ends_first(ssh, tmp_path, codes, restarts):
+    later = playing_hosts(codes[0]).replace('; echo \'{"exit"', '; sleep 0.5; echo \'{"exit"')
+    ssh(on_host("b", playing_hosts(codes[1]), later))
+    assert train(tmp_path, "launcher.max_restarts=1").exit_code == 5  # no outcome was written
+    events = RunDirectory(tmp_path / "run").events
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    assert len([event for event in told if event["event"] == "restart"]) == restarts
+
+
 def test_an_outcome_of_an_earlier_attempt_is_not_that_of_the_job(ssh, tmp_path):
     run = RunDirectory(tmp_path / "run")
     outcome = json.dumps({"exit_code": 0, "reason": "of the first attempt", "step": 1, "details": {}})

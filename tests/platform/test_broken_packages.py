@@ -13,9 +13,10 @@ import torch
 from installed_package import install_package
 from slow_cases import slow_but
 
-from megalaunch.launch.failure import Failure, name_broken_backend
+from megalaunch.launch.failure import name_broken_backend
 from megalaunch.platform.packages import Package, inspect_packages
 from megalaunch.platform.plugins import PlatformError
+from megalaunch.rundir.worker_failure import Failure
 
 PLATFORM = """
 from megalaunch.platform.platforms import PlatformFacts

@@ -29,12 +29,14 @@ from megalaunch.engine.agent.failed_workers import FailedWorkers
 from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.local_checks import local_problems
-from megalaunch.engine.agent.member import Endpoint, NodeLost, PreflightFailed, RendezvousProblem
+from megalaunch.engine.agent.member import Endpoint, NodeLost, PreflightFailed, RendezvousProblem, WorkersEnded
 from megalaunch.engine.agent.output import NoLogFiles, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
 from megalaunch.engine.torch_private import make_elastic_agent, observe_failed_workers
-from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, current_attempt
 from megalaunch.rundir.events import record_event
+from megalaunch.rundir.failed_attempts import failure_outcome
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import FAILED_NODES, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.redact import redact_output
@@ -64,7 +66,8 @@ def main(arguments: list[str]) -> int:
     directory = RunDirectory(node.spec_file.parent)
     watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher manages the run directory and the outcome
     spec = read_spec(node.spec_file)
-    agent = _NodeAgent(spec, node, directory, None if watched else FailedWorkers(directory))
+    failed_workers = None if watched else FailedWorkers(directory)
+    agent = _NodeAgent(spec, node, directory, failed_workers)
     if not watched:  # torch's log of failed workers repeats megalaunch's lines and final report
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if not watched and node.rank == 0:
@@ -74,8 +77,8 @@ def main(arguments: list[str]) -> int:
         failed = agent.run()
     except RendezvousProblem as problem:
         log(str(problem))
-        if not watched:
-            _conclude(directory, node, problem)
+        if failed_workers is not None:
+            _conclude(directory, node, problem, _outcome(problem, failed_workers, directory, spec))
         return problem.exit_code
     except SignalException as stopped:
         failed = 128 + int(stopped.sigval)
@@ -102,6 +105,8 @@ class _NodeAgent:
     def run(self) -> int:
         """Start the workers and monitor them; returns 0, or 1 if they failed. Raises RendezvousProblem."""
         rendezvous, restarts = self._rendezvous(), self._node.max_restarts
+        if self._failed_workers is not None and self._node.rank == 0:
+            rendezvous.restarting = self._failed_workers.record_restart
         module, spec_file = self._node.worker_module, str(self._node.spec_file)
         worker = WorkerSpec(
             role="default",
@@ -175,7 +180,21 @@ class _NodeAgent:
                     os.kill(int(worker.id), signal.SIGKILL)
 
 
-def _conclude(directory: RunDirectory, node: Node, problem: RendezvousProblem) -> None:
+def _outcome(
+    problem: RendezvousProblem, failed_workers: FailedWorkers, directory: RunDirectory, spec: RunSpec
+) -> Outcome:
+    """Return the outcome of a run that ends with this problem: where its workers failed, why they did, if known."""
+    if isinstance(problem, WorkersEnded):
+        with contextlib.suppress(OSError):
+            failure = failed_workers.cause(current_attempt(os.environ))
+            if failure is not None:
+                events, workers = read_lines(directory.events), int(spec.cluster.devices_per_node)
+                return failure_outcome(failure, events, failure.step, workers)
+    details = {FAILED_NODES: problem.nodes} if isinstance(problem, PreflightFailed) else {}
+    return Outcome(int(problem.exit_code), str(problem), 0, details)
+
+
+def _conclude(directory: RunDirectory, node: Node, problem: RendezvousProblem, outcome: Outcome) -> None:
     """Write the outcome on the first remaining node; on the others only if it has not done so within 2 seconds."""
     if isinstance(problem, NodeLost) and node.rank != problem.first_remaining:
         time.sleep(2.0)
@@ -183,9 +202,8 @@ def _conclude(directory: RunDirectory, node: Node, problem: RendezvousProblem) -
         return  # an error of this node alone does not end the run of node 0
     if read_outcome(directory.outcome) is None:
         with contextlib.suppress(OSError):
-            details = {FAILED_NODES: problem.nodes} if isinstance(problem, PreflightFailed) else {}
-            write_outcome(directory.outcome, Outcome(int(problem.exit_code), str(problem), 0, details))
-            record_event(directory, "outcome", exit_code=int(problem.exit_code), reason=str(problem))
+            write_outcome(directory.outcome, outcome)
+            record_event(directory, "outcome", exit_code=outcome.exit_code, reason=outcome.reason)
 
 
 def _parse(arguments: list[str]) -> Node:

@@ -1,4 +1,4 @@
-"""Record the workers of a node that ended without a word, such as those that a signal killed.
+"""Record the workers of a node that ended without a word, such as those that a signal killed, and their restarts.
 
 The launcher of a run on one node sees how its workers ended. On several nodes only the agents do, which reap them.
 """
@@ -13,18 +13,19 @@ from collections.abc import Mapping
 from megalaunch.platform.cgroups import OomKill, OomKills
 from megalaunch.rundir.environment import current_attempt
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.failed_attempts import last_failures
+from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 from megalaunch.rundir.tail import JsonlTail
-from megalaunch.rundir.worker_failure import describe_exit, is_lost_peer
+from megalaunch.rundir.worker_failure import Failure, describe_exit, is_lost_peer
 
 _NO_FAILURE = (None, 0, -signal.SIGTERM, ExitCode.PREEMPTED)  # the agent ends the other workers by SIGTERM
 
 
 class FailedWorkers:
-    """Writes the `worker_failed` events of this node's workers, over all attempts of its agent."""
+    """Writes the `worker_failed` events of this node's workers, over all attempts of its agent; on node 0 `restart`."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -47,6 +48,19 @@ class FailedWorkers:
             if rank not in reported and code not in _NO_FAILURE:
                 with contextlib.suppress(OSError):  # storage that fails must not end the agent
                     self._record(attempt, rank, code, kill)
+
+    def cause(self, attempt: int) -> Failure | None:
+        """Return the recorded cause of an attempt's failure, of any node, if it is the newest. Raises OSError."""
+        failures = last_failures(read_lines(self._directory.events))
+        return failures[-1] if failures and failures[-1].attempt == attempt else None
+
+    def record_restart(self) -> None:
+        """Record that the agents of all nodes start the next attempt, with the cause of the failure of the last one."""
+        attempt = current_attempt(os.environ)
+        with contextlib.suppress(OSError):  # as above
+            failure = self.cause(attempt - 1)
+            reason = "the workers of a node failed" if failure is None else failure.summary
+            record_event(self._directory, "restart", attempt=attempt, reason=reason, pause_seconds=0.0)
 
     def _record(self, attempt: int, rank: int, code: int | None, kill: OomKill | None) -> None:
         exception, message = describe_exit(code)

@@ -48,6 +48,13 @@ class PreflightFailed(RendezvousProblem):
         self.nodes = list(nodes)
 
 
+class WorkersEnded(RendezvousProblem):
+    """The workers of node `node` have ended for good, while those of this node failed and wait for a restart."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"the workers of node {node} have ended; those of this node failed", ExitCode.CRASH)
+
+
 class NodeLost(RendezvousProblem):
     """Another node was lost during the run; `first_remaining` is the lowest rank of the remaining nodes."""
 
@@ -179,8 +186,7 @@ class Member:
         elif "failed" in message:
             self._fail(PreflightFailed(str(message["failed"]), [int(node) for node in message["nodes"]]))
         elif "over" in message:
-            ended = f"the workers of node {message['over']} have ended; those of this node failed"
-            self._fail(RendezvousProblem(ended, ExitCode.CRASH))
+            self._fail(WorkersEnded(int(message["over"])))
         elif "lost" in message:
             node = int(message["lost"])
             self._fail(NodeLost(lost_node_message(node, str(message["host"])), 1 if node == 0 else 0))

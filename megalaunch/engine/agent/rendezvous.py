@@ -41,7 +41,13 @@ def open_store(timeout: datetime.timedelta) -> TCPStore:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Rendezvous of a run on one node: every round starts at once."""
+    """Rendezvous of a run on one node: every round starts at once.
+
+    Attributes:
+        restarting: called once all nodes have joined a round after the first, before its workers start.
+    """
+
+    restarting: Callable[[], None] | None = None
 
     def __init__(self, run_id: str, timeout: datetime.timedelta) -> None:
         self._run_id = run_id
@@ -66,9 +72,11 @@ class LoopbackRendezvous(RendezvousHandler):
         """Start the next round and return its store, node rank and number of nodes. Raises RendezvousProblem."""
         again = self._round > 0
         node, nodes, self._round = self._gather()
+        os.environ[ROUND_VARIABLE] = str(self._round)  # workers inherit it
         if again:
             log("restarting the workers")
-        os.environ[ROUND_VARIABLE] = str(self._round)  # workers inherit it
+            if self.restarting is not None:
+                self.restarting()
         store: Store = PrefixStore(f"agents_{self._round}", self._store)
         return RendezvousInfo(store, node, nodes, RendezvousStoreInfo(LOOPBACK, self._port))
 

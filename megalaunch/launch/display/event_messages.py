@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megalaunch.format.numbers import format_duration
-from megalaunch.launch.hang.rank_monitor import rank_label
 from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.worker_failure import rank_label
 
 
 def event_message(event: Record) -> str | None:

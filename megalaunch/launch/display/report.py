@@ -6,11 +6,11 @@ import socket
 import textwrap
 
 from megalaunch.launch.agent import last_lines
-from megalaunch.launch.failure import BROKEN_TORCH, Failure
 from megalaunch.launch.hang.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import EXIT_MEANINGS, ExitCode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.worker_failure import BROKEN_TORCH, Failure
 from megalaunch.schema import RunSpec
 
 MAX_LINES = 15

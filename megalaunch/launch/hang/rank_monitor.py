@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, is_traced, return_code
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress, read_progress
+from megalaunch.rundir.worker_failure import rank_label
 
 STEPPING = "step"  # the phase in which workers compute optimizer steps
 # The phases from a worker's start to its first step.
@@ -40,11 +41,6 @@ class Rank:
     def label(self) -> str:
         """`rank 1 (dp1)`."""
         return rank_label(self.progress.rank, self.progress.coordinates)
-
-
-def rank_label(rank: int, coordinates: str) -> str:
-    """Return `rank 1 (dp1)`, or `rank 0` where the coordinates are not known yet."""
-    return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
 
 class RankMonitor:

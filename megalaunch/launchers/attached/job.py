@@ -235,6 +235,8 @@ class AttachedJob:
                 )
 
     def _end(self, first: HeldNode, lost: bool) -> _End:
+        stuck = next((node for node in self._nodes if node.exit_code == ExitCode.NO_PROGRESS), None)
+        first = stuck or first  # node 0 knows the failures of earlier attempts
         code = first.exit_code
         slow, self._stragglers = self._stragglers, ()
         failed = [node for node in self._nodes if node.exit_code not in (0, None)]

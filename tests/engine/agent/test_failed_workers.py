@@ -70,3 +70,18 @@ def test_a_kill_for_memory_is_named_once(directory, monkeypatch):
 )
 def test_what_is_no_cause_is_not_recorded(directory, codes, told):
     assert recorded(directory, codes, *told) == []
+
+
+@pytest.mark.parametrize(
+    ("attempt", "reason"),
+    [
+        (1, "rank 1 failed at step 7: SIGKILL: gone"),
+        (0, "the workers of a node failed"),
+    ],  # of the last attempt, or none
+)
+def test_a_restart_is_recorded_with_the_cause_of_the_last_attempt(directory, attempt, reason):
+    for event in (LOST, {"rank": 1, "exception": "SIGKILL", "message": "gone"}):
+        record_event(directory, "worker_failed", **{**event, "attempt": attempt, "step": 7})
+    FailedWorkers(directory).record_restart()
+    (restart,) = events_of(directory, "restart")
+    assert (restart["attempt"], restart["reason"], restart["pause_seconds"]) == (2, reason, 0.0)
