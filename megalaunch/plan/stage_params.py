@@ -77,15 +77,15 @@ class DataShards:
 
 def chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
     """Return the virtual stages of every pipeline rank in order; raises StageError for an invalid split."""
-    return _chunks_by_rank(spec.model, PipelineSplit.from_spec(spec), _float8_layers(spec))
+    return _chunks_by_rank(spec.model, PipelineSplit.from_spec(spec), _bf16_layers(spec))
 
 
-def _float8_layers(spec: RunSpec) -> range:
-    """Return the layers whose matmuls are in FP8: of the decoder without its first and last ones, not of MTP depths."""
+def _bf16_layers(spec: RunSpec) -> frozenset[int]:
+    """Return the layers of a run in FP8 whose matmuls stay in bf16: first and last ones of the decoder."""
     if spec.precision.compute_dtype != "fp8":
-        return range(0)
-    fp8 = spec.precision.fp8
-    return range(fp8.first_layers_bf16, spec.model.num_layers - fp8.last_layers_bf16)
+        return frozenset()
+    fp8, layers = spec.precision.fp8, spec.model.num_layers
+    return frozenset(range(fp8.first_layers_bf16)) | frozenset(range(layers - fp8.last_layers_bf16, layers))
 
 
 def params_by_rank(spec: RunSpec, tp: int, expert_shards: int) -> tuple[DeviceParams, ...]:
@@ -100,14 +100,14 @@ def _params_by_rank(model: ModelSpec, split: PipelineSplit, tp: int, expert_shar
 
 @lru_cache(maxsize=4096)
 def _chunks_by_rank(
-    model: ModelSpec, split: PipelineSplit, float8: range = range(0)
+    model: ModelSpec, split: PipelineSplit, bf16: frozenset[int] = frozenset()
 ) -> tuple[tuple[VirtualStage, ...], ...]:
     stages = assign_layers(split)  # first: it rejects more layers than can be listed
     layers, depth_start = list_layers(model), model.num_layers
     ranks: list[list[VirtualStage]] = [[] for _ in range(split.pp)]
     for stage in sorted(stages, key=lambda stage: stage.chunk):
         indices = [*stage.layers, *(depth_start + depth for depth in stage.mtp)]
-        kinds = Counter(replace(layers[index], index=0, bf16=bool(float8) and index not in float8) for index in indices)
+        kinds = Counter(replace(layers[index], index=0, bf16=index in bf16) for index in indices)
         ranks[stage.rank].append(VirtualStage(tuple(kinds.items()), stage.embedding, stage.head, len(stage.mtp)))
     return tuple(tuple(chunks) for chunks in ranks)
 

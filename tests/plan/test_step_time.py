@@ -251,11 +251,10 @@ def test_matmuls_of_a_run_in_fp8_that_stay_in_bf16(seventy):
     )
 
 
-def test_depths_of_multi_token_prediction_stay_in_bf16():
-    deep = resolved("recipe=deepseek_v3", "precision.compute_dtype=fp8")[0]
+def test_depths_of_multi_token_prediction_are_no_last_layers():
+    deep = resolved("recipe=deepseek_v3", "precision.compute_dtype=fp8", "precision.fp8.last_layers_bf16=1")[0]
     kinds = {kind for chunks in chunks_by_rank(deep) for chunk in chunks for kind, _ in chunk.kinds}
-    assert {kind.mtp for kind in kinds if kind.bf16} == {True}
-    assert {kind.mtp for kind in kinds if not kind.bf16} == {False}
+    assert {(kind.bf16, kind.mtp) for kind in kinds if kind.bf16 or kind.mtp} == {(True, False), (False, True)}
 
 
 def test_a_small_model_waits_for_the_host():

@@ -20,7 +20,7 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.experts import GroupedLinear
-from megalaunch.engine.model.transformer_block import TransformerBlock
+from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.parallel.float8_gather import Float8Layer, Float8ParamGather
 from megalaunch.engine.parallel.transformer_engine import apply_transformer_engine
 from megalaunch.engine.param_layout import ParamLayout
@@ -33,7 +33,7 @@ from megalaunch.schema import RunSpec
 
 
 def apply_float8(model: Decoder, spec: RunSpec, mesh: Mesh) -> None:
-    """Let the linear layers and experts of the transformer layers compute in fp8, in place; call it before compilation.
+    """Let the linear layers and experts of layers and MTP depths compute in fp8, in place; call it before compilation.
 
     Embedding, output head, norms, routers and the gate of shared experts stay in bf16, and so do the first and last
     layers that `precision.fp8` names.
@@ -133,15 +133,19 @@ def _gathers(model: ModelParts) -> Iterator[ParamGather]:
 
 
 def _float8_layers(model: Decoder, spec: RunSpec) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """Yield the layers that compute in fp8, by name; MTP depths are not counted as last layers."""
+    """Yield the layers that compute in fp8, by name: of the decoder without first and last ones, and of MTP depths."""
     settings, total = spec.precision.fp8, model.config.num_layers
-    for name, layer in model.layers.items():
-        if settings.first_layers_bf16 <= int(name) < total - settings.last_layers_bf16:
-            assert isinstance(layer, TransformerBlock)
-            gate = None if layer.moe_layer is None else layer.moe_layer.shared_expert_gate
-            for inner, module in layer.named_modules():
-                if isinstance(module, Linear | GroupedLinear) and module is not gate:
-                    yield f"layers.{name}.{inner}", module
+    chosen: dict[str, nn.Module] = {
+        f"layers.{name}": layer
+        for name, layer in model.layers.items()
+        if settings.first_layers_bf16 <= int(name) < total - settings.last_layers_bf16
+    }
+    chosen |= {f"mtp.{name}": depth for name, depth in model.mtp.items()}
+    for name, part in chosen.items():
+        gates = {module.shared_expert_gate for module in part.modules() if isinstance(module, MoELayer)}
+        for inner, module in part.named_modules():
+            if isinstance(module, Linear | GroupedLinear) and module not in gates:
+                yield f"{name}.{inner}", module
 
 
 def _sharding_axes(layout: ParamLayout, mesh: Mesh, sequence_parallel: bool) -> Mapping[LinearDim, tuple[Axis, ...]]:

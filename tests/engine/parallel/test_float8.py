@@ -55,6 +55,29 @@ def test_layouts_agree(recipe, layout):
     assert_close(run(float8_spec(LAYOUTS[layout], recipe)), alone(recipe))
 
 
+DEPTHS = {
+    "model__mtp": {"num_layers": 2, "loss_coeff": 0.7},
+    "precision__fp8": {"recipe": "delayed", "last_layers_bf16": 4},
+}
+
+
+@cache
+def depths_alone(dtype: str) -> Any:
+    """The numbers of one rank: with fp8 only MTP depths round, which are not among the last layers."""
+    return run(float8_spec({}, "delayed", **DEPTHS, precision__compute_dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", slow_but(["tp2 sp", "pp2 zero bubble", "dp2 zero3"], "tp2 sp", one_in=2))
+def test_layouts_agree_with_depths_of_multi_token_prediction(layout):
+    assert_close(run(float8_spec(LAYOUTS[layout], "delayed", **DEPTHS)), depths_alone("fp8"))
+
+
+def test_depths_of_multi_token_prediction_are_in_fp8():
+    rounded, whole = depths_alone("fp8").gradients, depths_alone("fp32").gradients
+    for name in ("mtp.0.projection.weight", "mtp.1.layer.mlp.down_proj.weight"):
+        assert 0.005 < float((rounded[name] - whole[name]).norm() / whole[name].norm()) < 0.2
+
+
 @pytest.fixture(scope="module", params=slow_but(RECIPES, "delayed"))
 def one_rank(request: pytest.FixtureRequest) -> Any:
     """The recipe, and the numbers of one rank."""
