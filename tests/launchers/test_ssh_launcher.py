@@ -89,7 +89,7 @@ ANSWERS = [
     ("echo me@a: Permission denied >&2; exit 255", "node 0 (me@a) refuses the login: me@a: Permission denied"),
     ("echo Host key verification failed. >&2; exit 255", "node 0 (me@a) has an unknown host key"),
     ("echo connect to host a: No route to host >&2; exit 255", "node 0 (me@a) is not reached: connect to host a"),
-    ("echo sh: python: not found >&2; exit 127", "has no /opt/python: sh: python: not found"),
+    ("echo sh: python: not found >&2; exit 127", "node 0 (me@a) has no /opt/python: sh: python: not found"),
     ("echo No module named megalaunch >&2; exit 1", "node 0 (me@a) has no megalaunch for /opt/python"),
     ("exit 3", "node 0 (me@a) did not start: ssh ended with code 3"),
     (
@@ -111,8 +111,9 @@ def test_what_a_host_answers_is_explained_with_a_fix(ssh, tmp_path, answer, mess
     ssh(answer)
     done = train(tmp_path, "launcher.python=/opt/python")
     assert done.exit_code == 2
-    assert message in done.stderr.replace("node 1 (b)", "node 0 (me@a)")  # both answer so; one is the first
-    assert "\nfix:  " in done.stderr
+    assert f"error: 2 of 2 nodes do not start: {message}" in done.stderr
+    assert f"; {message.replace('node 0 (me@a)', 'node 1 (b)')}" in done.stderr
+    assert done.stderr.count("fix:  ") == 1
     assert not RunDirectory(tmp_path / "run").job.exists()
 
 
@@ -308,6 +309,21 @@ def test_a_spare_host_takes_the_place_of_one_that_is_not_reached(ssh, tmp_path):
     reason = "node 1 (b) is not reached: connect to host: No route to host"
     assert moves_of(run) == ["node 1 moves from b to the spare host c", f"it could not start: {reason}"]
     assert "FAILED (node 0 (me@a) ended with exit code 3, on me@a,c)" in done.stderr
+
+
+def test_all_hosts_that_fail_are_named_in_their_order_and_replaced_together(ssh, tmp_path):
+    slow = f"sleep 0.5; {_UNREACHED}"
+    ssh(on_host("me@a", slow, on_host("b", "echo Permission denied >&2; exit 255", playing_hosts(3))))
+    done = train(tmp_path)
+    assert done.exit_code == 2
+    assert (
+        "error: 2 of 2 nodes do not start: node 0 (me@a) is not reached: connect to host: No route to host; "
+        "node 1 (b) refuses the login: Permission denied\nfix:  check its name in launcher.ssh.hosts, and its address "
+        "and port in the configuration of ssh; `ssh b true` must work without a question"
+    ) in done.stderr
+    train(tmp_path, "launcher.ssh.hosts=[me@a,b,c,d]")
+    moves = ["node 0 moves from me@a to the spare host c", "node 1 moves from b to the spare host d"]
+    assert moves_of(RunDirectory(tmp_path / "run"))[:2] == moves
 
 
 @pytest.mark.parametrize(("hosts", "address"), [("[me@a,b]", ""), ("[me@a,b,c]", "launcher.ssh.master_addr=a")])

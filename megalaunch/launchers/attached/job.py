@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megalaunch.launch.supervise import RestartBudget
-from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.node import HeldNode, NodeError, join_errors
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.rundir.events import record_event
@@ -29,7 +29,7 @@ from megalaunch.rundir.tail import JsonlTail
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0  # after the connection: Python starts, and looks for the run directory
 _SAME_END_SECONDS = 60.0  # from the end of one node to that of all, if the run has ended on purpose
-_FAILED_SECONDS = 5.0  # the same after a failure, so that node 0 can write why
+_FAILED_SECONDS = 5.0  # the same after a failure, so that node 0 can write why; at the start, so that all are named
 
 
 def start_nodes(
@@ -43,7 +43,7 @@ def start_nodes(
         given_up: whether the start has to end.
 
     Raises:
-        NodeError: a node cannot be started; the reason and the fix are those of the first such node.
+        NodeError: nodes cannot be started; it names all that failed within a few seconds of the first.
         LauncherError: the start was given up.
     """
     nodes: list[HeldNode] = []
@@ -52,8 +52,7 @@ def start_nodes(
             nodes.append(node)  # one by one: the next may fail
         deadline = time.monotonic() + seconds + _START_SECONDS
         _wait_for("greeting", nodes, deadline, given_up)
-        for node in nodes:
-            node.require_same_code()
+        _raise_all([node.other_code() for node in nodes], len(nodes))
         for node, order in zip(nodes, orders, strict=True):
             node.send(order)
         _wait_for("started", nodes, deadline, given_up)
@@ -64,20 +63,37 @@ def start_nodes(
 
 
 def _wait_for(record: str, nodes: Sequence[HeldNode], deadline: float, given_up: Callable[[], bool]) -> None:
-    while not all(record in node.said for node in nodes):
+    """Wait until all nodes have said a record. Raises NodeError; it names all that fail within a few seconds."""
+    failed: dict[int, NodeError] = {}
+    while not all(record in node.said or node.node in failed for node in nodes) and time.monotonic() < deadline:
         for node in nodes:
             over = node.ended
             node.poll()
-            if "refused" in node.said:
-                fix = "type the command in a directory, and with a run.directory, that all hosts share"
-                raise node.error(node.said["refused"], fix)
-            if over and record not in node.said:
-                raise node.failure()
-            if time.monotonic() > deadline and record not in node.said:
-                raise node.error("does not answer", "see whether its file systems and its processors are busy")
+            error = _failure(node, record, over)
+            if error is not None and node.node not in failed:
+                failed[node.node] = error
+                deadline = min(deadline, time.monotonic() + _FAILED_SECONDS)
         if given_up():
             raise LauncherError("stopped before the nodes started")
         time.sleep(_POLL_SECONDS)
+    if not failed:
+        fix = "see whether its file systems and its processors are busy"
+        failed = {node.node: node.error("does not answer", fix) for node in nodes if record not in node.said}
+    _raise_all(failed.values(), len(nodes))
+
+
+def _failure(node: HeldNode, record: str, over: bool) -> NodeError | None:
+    """Return why a node will not say a record; None if it has said it, or may."""
+    if "refused" in node.said:
+        fix = "type the command in a directory, and with a run.directory, that all hosts share"
+        return node.error(node.said["refused"], fix)
+    return node.failure() if over and record not in node.said else None
+
+
+def _raise_all(errors: Iterable[NodeError | None], number_of_nodes: int) -> None:
+    found = [error for error in errors if error is not None]
+    if found:
+        raise join_errors(found, number_of_nodes)
 
 
 def end_nodes(nodes: Sequence[HeldNode]) -> bool:

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from megalaunch.launchers.attached.remote_agent import STOP, NodeOrder, greeting
 from megalaunch.launchers.launcher import LauncherError
 
+_MOST_NAMED = 8
+
 
 class NodeError(LauncherError):
-    """A node cannot be started; the message begins with its number and host.
+    """Nodes cannot be started; the message names each by its number and host.
 
     Attributes:
-        node: its number.
+        nodes: their numbers.
     """
 
-    def __init__(self, node: int, host: str, message: str, fix: str = "") -> None:
-        super().__init__(f"node {node} ({host}) {message}", fix)
-        self.node = node
+    def __init__(self, message: str, fix: str, nodes: tuple[int, ...]) -> None:
+        super().__init__(message, fix)
+        self.nodes = nodes
+
+
+def join_errors(errors: Sequence[NodeError], number_of_nodes: int) -> NodeError:
+    """Return one error for those of several nodes, in the order of the nodes."""
+    errors = sorted(errors, key=lambda error: error.nodes)
+    if len(errors) == 1:
+        return errors[0]
+    shown = [str(error) for error in errors[:_MOST_NAMED]]
+    if len(errors) > _MOST_NAMED:
+        shown.append(f"and {len(errors) - _MOST_NAMED} more")
+    fixes = dict.fromkeys(error.fix for error in errors[:_MOST_NAMED] if error.fix)
+    message = f"{len(errors)} of {number_of_nodes} nodes do not start: {'; '.join(shown)}"
+    return NodeError(message, "; ".join(fixes), tuple(node for error in errors for node in error.nodes))
 
 
 class HeldNode(ABC):
@@ -68,19 +84,18 @@ class HeldNode(ABC):
     def failure(self) -> NodeError:
         """Return why the connection ended before the agent has said anything."""
 
-    def require_same_code(self) -> None:
-        """Raise NodeError unless the host has the Python and the megalaunch of this machine."""
+    def other_code(self) -> NodeError | None:
+        """Return an error unless the host has the Python and the megalaunch of this machine."""
         there, here = self.said["greeting"], greeting()
         different = [
             f"{name} {there.get(name)} in place of {here[name]}" for name in here if there.get(name) != here[name]
         ]
-        if different:
-            fix = "install the same there, or name its path in launcher.python"
-            raise self.error(f"has {' and '.join(different)}", fix)
+        fix = "install the same there, or name its path in launcher.python"
+        return self.error(f"has {' and '.join(different)}", fix) if different else None
 
     def error(self, message: str, fix: str = "") -> NodeError:
         """Return an error of this node."""
-        return NodeError(self.node, self.host, message, fix)
+        return NodeError(f"{self} {message}", fix, (self.node,))
 
     @abstractmethod
     def _write(self, data: bytes) -> None:

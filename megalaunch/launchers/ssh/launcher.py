@@ -42,12 +42,12 @@ class _Hosts(NodeStarter):
         self._directory = RunDirectory(job.directory)
 
     def start(self, attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
-        """Connect to the hosts, to a spare one in place of one that cannot take part."""
+        """Connect to the hosts, to spare ones in place of those that cannot take part."""
         while True:
             try:
                 return self._connect(attempt, given_up)
             except NodeError as error:
-                if given_up() or not self.replace([error.node]):
+                if given_up() or not self.replace(error.nodes):
                     raise
                 record_event(self._directory, "note", message=f"it could not start: {error}")
 

@@ -118,7 +118,8 @@ class _Pool:
                 f"{connection} {connection.said['refused']}", "type the command in a directory that all hosts share"
             )
         if "greeting" in connection.said and not running.ordered:
-            connection.require_same_code()
+            if (other_code := connection.other_code()) is not None:
+                raise other_code
             connection.send(_order(self._tasks, running.task.number, self._copied, self._text))
             running.ordered = True
         if over and "greeting" not in connection.said:
