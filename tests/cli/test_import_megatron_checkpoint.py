@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import subprocess
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -418,3 +420,20 @@ def test_what_takes_too_long_ends_with_its_reason(saved, monkeypatch):
     done = convert(saved, "--allow-pickle")
     assert done.exit_code == 4
     assert f"{saved} is refused: reading its pickles exceeds the CPU time limit for their size" in done.output
+
+
+def test_the_process_that_reads_pickles_has_no_network(saved, monkeypatch):
+    """Whatever a pickle might come to run there reaches nobody, not even this machine."""
+    if subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("this system permits no network namespace")
+    reader, talking = megatron_checkpoint._READER, saved.parent / "talking.py"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname()).close()
+        call = f"__import__('socket').create_connection({server.getsockname()!r})"
+        begin = "    reply: dict[str, Any] = {}\n    try:\n"
+        assert begin in reader.read_text()
+        talking.write_text(reader.read_text().replace(begin, f"{begin}        {call}\n"))
+        monkeypatch.setattr(megatron_checkpoint, "_READER", talking)
+        done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4
+    assert "Network is unreachable" in done.output
