@@ -7,14 +7,12 @@ way. Sources: Zhang and Sennrich 2019 (RMSNorm); Ba et al. 2016 (LayerNorm).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.forms import prescribes_forms, uses_triton
+from megalaunch.kernels.fused_norm import uses_norm_kernel
+from megalaunch.kernels.layer_norm import layer_norm_reference
 from megalaunch.kernels.overridable import is_overridden, overridable, target_name
 from megalaunch.kernels.rms_norm import rms_norm
-
-_WIDEST = 16384  # features that a program of the Triton kernels holds
 
 
 @overridable
@@ -44,11 +42,8 @@ def fuses_add_norm(x: Tensor, bias: Tensor | None) -> bool:
 
 
 def _runs_kernel(x: Tensor, bias: Tensor | None) -> bool:
-    if prescribes_forms() or torch.compiler.is_compiling():  # the compiler joins the two itself
-        return False
-    if not uses_triton(x) or x.shape[-1] > _WIDEST:
-        return False
-    return bias is not None or not is_overridden(_RMS_NORM, x)  # the kernel would bypass the override
+    # The kernel would bypass an override of RMSNorm.
+    return uses_norm_kernel(x) and (bias is not None or not is_overridden(_RMS_NORM, x))
 
 
 def add_norm_reference(
@@ -60,7 +55,7 @@ def add_norm_reference(
     if bias is None:
         normed = rms_norm(wide, weight.to(wide.dtype), epsilon)
     else:
-        normed = F.layer_norm(wide, weight.shape, weight.to(wide.dtype), bias.to(wide.dtype), epsilon)
+        normed = layer_norm_reference(wide, weight.to(wide.dtype), bias.to(wide.dtype), epsilon)
     return total, normed.to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of add_norm.py; imported only where Triton is installed and the kernels are used.
+"""The Triton kernels of norms (add_norm.py, fused_norm.py); imported only where Triton is installed and they are used.
 
 In forward a program computes one row. In backward it computes every n-th of n programs, and its part of the gradients
 of weight and bias; the parts are then summed by torch, in one order.
@@ -35,11 +35,12 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(WIDE)
-    total = x + tl.load(update_ptr + row * update_stride + at, mask=inside, other=0.0).to(WIDE)
-    total = total.to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * width + at, total, mask=inside)
-    wide = total.to(WIDE)  # the norm is that of the rounded sum, which backward reads again
+    wide = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(WIDE)
+    if update_ptr is not None:
+        wide += tl.load(update_ptr + row * update_stride + at, mask=inside, other=0.0).to(WIDE)
+        total = wide.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * width + at, total, mask=inside)
+        wide = total.to(WIDE)  # the norm is that of the rounded sum, which backward reads again
     if bias_ptr is not None:
         mean = tl.sum(wide) / width
         tl.store(mean_ptr + row, mean)
@@ -103,18 +104,18 @@ def _backward(
 
 def forward(
     x: Tensor,
-    update: Tensor,
+    update: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
-    total: Tensor,
+    total: Tensor | None,
     normed: Tensor,
     mean: Tensor,
     inverse: Tensor,
 ) -> None:
-    """Write x + update, its norm, and of each row the mean (of a LayerNorm) and 1 / rms or deviation."""
-    if total.numel():
-        x_RH, update_RH = _rows(x), _rows(update)
+    """Write x + update (None: the norm is that of x), its norm, and of each row the mean and 1 / rms or deviation."""
+    if normed.numel():
+        x_RH, update_RH = _rows(x), None if update is None else _rows(update)
         block = triton.next_power_of_2(x.shape[-1])
         _forward[(x_RH.shape[0],)](
             x_RH,
@@ -126,7 +127,7 @@ def forward(
             mean,
             inverse,
             x_RH.stride(0),
-            update_RH.stride(0),
+            0 if update_RH is None else update_RH.stride(0),
             x.shape[-1],
             epsilon,
             WIDE=_TRITON[inverse.dtype],

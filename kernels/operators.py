@@ -4,7 +4,7 @@ So torch.compile keeps them in a graph, and a simulation with fake tensors sees 
 the kernels are used or simulated, since the registration takes some 40 ms; Triton is imported by the first call. The
 derivatives of gather_rows and sum_rows are those of permute.py, which both of its forms share.
 
-Norms:     h = x + update,  y = (h - m) r w + b,  with r = 1 / rms(h); in LayerNorm m = mean(h), and r is that of h - m
+Norms:     h = x, or x + update,  y = (h - m) r w + b,  with r = 1 / rms(h); in LayerNorm m = mean(h), and r of h - m
 Backward:  with n = (h - m) r and g = dy w:  dw = sum over rows of dy n,  db = sum over rows of dy,
            dx = dupdate = dh + r (g - n mean(g n)), in LayerNorm also - r mean(g)
 """
@@ -129,36 +129,45 @@ def _differentiate_rope(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor]
 rope.register_autograd(_differentiate_rope, setup_context=_save_rope)
 
 
-Normed = tuple[Tensor, Tensor, Tensor, Tensor]
-"""h, its norm, and of each row m (without elements in RMSNorm) and r, [R] in fp32 or fp64."""
-
-
 @custom_op("megalaunch::add_norm", mutates_args=())
 def add_norm(
     x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return h = x + update, its norm in `dtype`, m and r (`Normed`). Differentiable: saves h, m and r."""
+    """Return h = x + update, its norm in `dtype`, and of each row m (without elements in RMSNorm) and r.
+
+    Differentiable: saves h, m and r.
+    """
     from megalaunch.kernels.add_norm_triton import forward
 
-    made = _empty_normed(x, update, weight, bias, dtype)
-    forward(x, update, weight, bias, epsilon, *made)
+    total, *others = made = _empty_sum_and_norm(x, update, weight, bias, dtype)
+    forward(x, update, weight, bias, epsilon, total, *others)
     return made
 
 
 @add_norm.register_fake
-def _(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype) -> Normed:
-    return _empty_normed(x, update, weight, bias, dtype)
+def _(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_sum_and_norm(x, update, weight, bias, dtype)
 
 
-def _empty_normed(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Normed:
-    wide = torch.float64 if torch.float64 in (x.dtype, update.dtype, weight.dtype) else torch.float32
+def _empty_sum_and_norm(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    summed = torch.promote_types(x.dtype, update.dtype)
+    normed, mean, inverse = _empty_norm(x, bias, dtype, _wide_dtype(summed, weight.dtype))
+    return x.new_empty(x.shape, dtype=summed), normed, mean, inverse
+
+
+def _empty_norm(x: Tensor, bias: Tensor | None, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for a norm in `dtype`, and for m (without elements in RMSNorm) and r of each row, [R]."""
     rows = x.numel() // x.shape[-1]
-    return (
-        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype)),
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(0 if bias is None else rows, dtype=wide),
-        x.new_empty(rows, dtype=wide),
-    )
+    mean, inverse = (x.new_empty(count, dtype=wide) for count in (0 if bias is None else rows, rows))
+    return x.new_empty(x.shape, dtype=dtype), mean, inverse
+
+
+def _wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 @custom_op("megalaunch::norm_backward", mutates_args=())
@@ -189,7 +198,7 @@ def _(
     return total.new_empty(total.shape), inverse.new_empty(width), inverse.new_empty(width if layer else 0)
 
 
-def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Normed) -> None:
+def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, update, weight, bias, _, _ = inputs
     total, _, mean, inverse = output
     ctx.dtypes = x.dtype, update.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -210,6 +219,38 @@ def _differentiate_add_norm(
 
 
 add_norm.register_autograd(_differentiate_add_norm, setup_context=_save_add_norm)
+
+
+@custom_op("megalaunch::norm", mutates_args=())
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm of x in its dtype, and of each row m (without elements in RMSNorm) and r. Differentiable."""
+    from megalaunch.kernels.add_norm_triton import forward
+
+    made = _empty_norm(x, bias, x.dtype, _wide_dtype(x.dtype, weight.dtype))
+    forward(x, None, weight, bias, epsilon, None, *made)
+    return made
+
+
+@norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_norm(x, bias, x.dtype, _wide_dtype(x.dtype, weight.dtype))
+
+
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _ = inputs
+    _, mean, inverse = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, mean, inverse)
+    ctx.mark_non_differentiable(mean, inverse)
+
+
+def _differentiate_norm(ctx: Any, d_normed: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    has_bias, weight = ctx.bias_dtype is not None, ctx.saved_tensors[1]
+    d, d_weight, d_bias = _norm_backward(None, d_normed, *ctx.saved_tensors, has_bias)
+    return d, d_weight.to(weight.dtype), d_bias.to(ctx.bias_dtype) if has_bias else None, None
+
+
+norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 
 @custom_op("megalaunch::gather_rows", mutates_args=())

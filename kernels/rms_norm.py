@@ -1,4 +1,4 @@
-"""RMSNorm, x / rms(x) * weight over the last dim: torch's operator, which is fused on a GPU, and a CPU form.
+"""RMSNorm, x / rms(x) * weight over the last dim: torch's operator, a Triton kernel (fused_norm.py) and a CPU form.
 
 Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.kernels.forms import kernel_forms
+from megalaunch.kernels.fused_norm import norm_fused, uses_norm_kernel
 from megalaunch.kernels.overridable import overridable
 
 
@@ -24,12 +25,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return form(x, weight, epsilon)
     if x.is_cpu and not torch.compiler.is_compiling():
         return rms_norm_row(x, weight, epsilon) if _is_decoded_row(x) else rms_norm_cpu(x, weight, epsilon)
+    if uses_norm_kernel(x):
+        return rms_norm_fused(x, weight, epsilon)
     return rms_norm_reference(x, weight, epsilon)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute RMSNorm by torch's operator, one kernel on a GPU and ten passes over memory on a CPU."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def rms_norm_fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Compute RMSNorm by the Triton kernels."""
+    return norm_fused(x, weight, None, epsilon)
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -60,8 +60,8 @@ def implementations(device: str) -> Iterator[Implementation]:
         yield Implementation("gradient norm", f"{_KERNELS}.tensor_norms")
         yield Implementation("LayerNorm, RoPE and other matmuls", "torch")
     elif has_triton:
-        yield Implementation("residual addition with the norm after it", f"{_KERNELS}.add_norm_triton")
+        yield Implementation("RMSNorm, LayerNorm and the residual addition before them", f"{_KERNELS}.add_norm_triton")
         yield Implementation("RoPE", f"{_KERNELS}.rope_triton")
-        yield Implementation("matmuls, other norms and cross-entropy", "torch")
+        yield Implementation("matmuls and cross-entropy", "torch")
     else:
         yield Implementation("matmuls, norms, RoPE and cross-entropy", "torch")

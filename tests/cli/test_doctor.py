@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megalaunch.cli.doctor import build_report, report_text
-from megalaunch.kernels import add_norm, forms, rope
+from megalaunch.kernels import add_norm, forms, fused_norm, rope
 from megalaunch.kernels.grouped_linear import grouped_linear
 from megalaunch.platform import operators, selection
 from megalaunch.platform import packages as packages_module
@@ -129,6 +129,7 @@ def test_the_kernels_of_norms_and_rotations_are_those_that_run(device, installed
     on_device = SimpleNamespace(is_cuda=device == "cuda", shape=(1, 8), device=SimpleNamespace(type=device))
     assert (f"{rope.__name__}_triton" in said) == rope.fuses_rope(on_device)
     assert (f"{add_norm.__name__}_triton" in said) == add_norm.fuses_add_norm(on_device, torch.empty(8))
+    assert (f"{add_norm.__name__}_triton" in said) == fused_norm.uses_norm_kernel(on_device)
 
 
 @pytest.mark.parametrize(("width", "calls"), [(8, 1), (7, 0)])  # 7 numbers of 4 bytes are no multiple of 16

@@ -11,6 +11,8 @@ from paths import TESTS
 KERNELS = {
     "add and RMSNorm (9, 130) torch.bfloat16": ["_backward", "_forward"],
     "add and LayerNorm (9, 130) torch.bfloat16": ["_backward", "_forward"],
+    "RMSNorm (9, 130) torch.bfloat16": ["_backward", "_forward"],
+    "LayerNorm (9, 130) torch.bfloat16": ["_backward", "_forward"],
     "rope in bf16": ["_rotate", "_rotate"],
     "geglu (3, 5, 50) torch.bfloat16": ["_backward", "_forward"],
     "geglu_tanh (3, 5, 50) torch.bfloat16": ["_backward", "_forward"],

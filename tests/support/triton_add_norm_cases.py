@@ -1,4 +1,4 @@
-"""Cases of kernels/add_norm_triton.py for tests/kernels/test_triton.py."""
+"""Cases of the kernels of norms (kernels/add_norm_triton.py) for tests/kernels/test_triton.py."""
 
 from functools import partial
 
@@ -7,6 +7,8 @@ from triton_comparison import compare, randn
 
 from megalaunch.kernels.add_norm import add_norm_fused, add_norm_reference
 from megalaunch.kernels.forms import KernelForms, use_kernel_forms
+from megalaunch.kernels.fused_norm import norm_fused
+from megalaunch.kernels.layer_norm import layer_norm_reference
 from megalaunch.kernels.rms_norm import rms_norm_reference
 
 
@@ -53,6 +55,43 @@ def add_norm_case(
     compare(*results, update_dtype or dtype)
 
 
+def norm_case(
+    size: tuple[int, ...],
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layer: bool = False,
+    weight_dtype: torch.dtype | None = None,
+    strided: str = "",
+) -> None:
+    """The norm without an addition, and the gradients of all inputs."""
+    sizes = size, *((size[-1],),) * (1 + layer)
+    inputs = [
+        3 * randn(*each, seed=i).to(device, weight_dtype if i and weight_dtype else dtype)
+        for i, each in enumerate(sizes)
+    ]
+    upstream = randn(*size, seed=9).to(device, dtype)
+    if strided:
+        inputs[0], upstream = (_strided(value, adjacent=strided == "rows") for value in (inputs[0], upstream))
+    results = []
+    for exact in (False, True):
+        wide = torch.Tensor.double if exact else torch.Tensor.detach
+        leaves = [wide(value).detach().requires_grad_() for value in inputs]
+        x, weight, bias = (*leaves, None)[:3]
+        if not exact:
+            made = norm_fused(x, weight, bias, 1e-5)
+        elif bias is None:
+            made = rms_norm_reference(x, weight, 1e-5)
+        else:
+            made = layer_norm_reference(x, weight, bias, 1e-5)
+        gradients = torch.autograd.grad(made, leaves, wide(upstream))
+        results.append([made.detach(), *gradients])
+        if not exact:
+            assert made.dtype == dtype
+            assert [each.dtype for each in gradients] == [each.dtype for each in inputs]
+    compare(*results, dtype)
+
+
 def _strided(value: torch.Tensor, *, adjacent: bool) -> torch.Tensor:
     """Return the values as a part of a larger tensor: of each row, or every second number."""
     if adjacent:
@@ -85,6 +124,22 @@ ADD_NORM_CASES = {
         ]
         for layer in (False, True)
     },
+    **{
+        f"{'LayerNorm' if layer else 'RMSNorm'} {size} {dtype}": partial(norm_case, size, dtype=dtype, layer=layer)
+        for size, dtype in [
+            ((1, 1), torch.float32),
+            ((3, 5, 50), torch.float32),
+            ((9, 130), torch.bfloat16),
+            ((2, 5, 64), torch.float16),
+            ((3, 2, 7), torch.float64),
+            ((0, 8), torch.float32),
+        ]
+        for layer in (False, True)
+    },
+    "norm, widest": partial(norm_case, (2, 16384), dtype=torch.bfloat16),
+    "norm, not contiguous": partial(norm_case, (4, 3, 20), strided="rows", layer=True),
+    "norm, not contiguous, in bf16": partial(norm_case, (4, 3, 20), dtype=torch.bfloat16, strided="features"),
+    "norm, weight in fp32": partial(norm_case, (4, 30), dtype=torch.bfloat16, weight_dtype=torch.float32, layer=True),
     "add and norm, widest": partial(add_norm_case, (2, 16384), dtype=torch.bfloat16, layer=True),
     "add and norm, not contiguous": partial(add_norm_case, (4, 3, 20), strided="rows"),
     "add and norm, not contiguous, in bf16": partial(

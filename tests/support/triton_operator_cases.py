@@ -59,6 +59,10 @@ ARGUMENTS: dict[str, list[Callable[[Inputs], tuple[Any, ...]]]] = {
         lambda at: (at.leaf(2, 3, 5), at.leaf(2, 3, 5), at.leaf(5), None, 1e-5, torch.float32),
         lambda at: (at.leaf(2, 3, 5), at.leaf(2, 3, 5), at.leaf(5), at.leaf(5), 1e-5, torch.bfloat16),
     ],
+    "norm": [
+        lambda at: (at.leaf(2, 3, 5), at.leaf(5), None, 1e-5),
+        lambda at: (at.leaf(2, 3, 5, dtype=torch.bfloat16), at.leaf(5), at.leaf(5), 1e-5),
+    ],
     "norm_backward": [partial(_norm_backward, layer=layer) for layer in (False, True)],
     "gather_rows": [lambda at: (at.plain(3, 5), at.order().pairs_R, at.order().rows_Tk)],
     "sum_rows": [

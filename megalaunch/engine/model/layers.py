@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import NormConfig
@@ -17,6 +16,7 @@ from megalaunch.engine.model.tp_region import NoTP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
 from megalaunch.engine.torch_private import has_hooks
 from megalaunch.kernels.add_norm import add_norm, fuses_add_norm
+from megalaunch.kernels.layer_norm import layer_norm
 from megalaunch.kernels.overridable import is_overridden, overridable, target_name
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_sharded
 
@@ -102,10 +102,10 @@ class Norm(nn.Module):
             x, weight = x.float(), 1 + weight.float()
         elif x.dtype != dtype:  # x is a residual stream in fp32
             weight = weight.to(x.dtype)
-        if self.config.layer:
-            normed = F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), epsilon)
-        else:
+        if bias is None:
             normed = rms_norm(x, weight, epsilon)
+        else:
+            normed = layer_norm(x, weight, bias.to(x.dtype), epsilon)
         return normed if normed.dtype == dtype else normed.to(dtype)
 
     def fuses_addition(self, x: Tensor) -> bool:

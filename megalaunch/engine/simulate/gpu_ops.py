@@ -21,6 +21,7 @@ from megalaunch.engine.torch_private import set_default_reduce_scatter
 from megalaunch.kernels import float8_cast, permute
 from megalaunch.kernels.forms import BlockKernel, KernelForms
 from megalaunch.kernels.geglu import geglu_fused
+from megalaunch.kernels.rms_norm import rms_norm_fused
 from megalaunch.kernels.swiglu import swiglu_fused
 
 
@@ -150,7 +151,7 @@ CPU_KERNELS = KernelForms(grouped_matmul=_grouped_matmul)
 GPU_KERNELS = replace(
     CPU_KERNELS,
     on_cpu=False,
-    rms_norm=_rms_norm,
+    rms_norm=rms_norm_fused,
     attention=_attention,
     block_attention=_FLASH_BLOCK,
     swiglu=swiglu_fused,
@@ -159,5 +160,5 @@ GPU_KERNELS = replace(
     cast_kernels=float8_cast.triton_kernels(),
 )
 """The operators of a simulated GPU."""
-KERNELS_WITHOUT_TRITON = replace(GPU_KERNELS, swiglu=None, geglu=None, cast_kernels=None)
+KERNELS_WITHOUT_TRITON = replace(GPU_KERNELS, rms_norm=_rms_norm, swiglu=None, geglu=None, cast_kernels=None)
 """The operators of a simulated accelerator for which the engine has no Triton kernels."""

@@ -166,7 +166,7 @@ LLMQ = replace(
 )
 
 # engine/model: add_norm_triton.py adds the output of attention and computes the second norm, in one pass of four values
-# each way; the first norm is F.rms_norm or F.layer_norm, two values forward and three backward, and the addition
+# each way; the first norm is a kernel of the same file, two values forward and three backward, and the addition
 # after the MLP is apart, as is that of its gradients. rope_triton.py reads and writes a value once each way,
 # swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks. float8_cast_triton.py reads a value in 16 bits for
 # its amax (2 bytes) and for its cast (2, and 1 written): an input or weight twice, a gradient once for both layouts.
@@ -175,7 +175,7 @@ LLMQ = replace(
 ENGINE_EAGER = replace(
     PYTORCH_EAGER,
     name="megalaunch, eager",
-    meaning="torch's kernels, one an operator; Triton SwiGLU, GEGLU, RoPE, addition with norm, fp8 casts; FSDP2",
+    meaning="torch's kernels, one an operator; Triton norms, SwiGLU, GEGLU, RoPE, fp8 casts; FSDP2",
     attention="engine",
     norm_traffic=Constant(_NORM, 26.8, "one of two additions fused (add_norm_triton.py); norms backward at 0.37"),
     rotary_traffic=Constant(_ROTARY, 4.0, "read and written once each way (kernels/rope_triton.py)"),

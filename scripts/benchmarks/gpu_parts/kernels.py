@@ -25,6 +25,7 @@ from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
 from megalaunch.kernels.geglu import geglu, geglu_reference
 from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
+from megalaunch.kernels.layer_norm import layer_norm, layer_norm_reference
 from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.kernels.permute import permute, sort_by_expert, unpermute
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -125,13 +126,13 @@ def _layer_norm(at: _Inputs) -> Kernel:
     s = at.sizes
     x, weight, bias = at.randn(s.tokens, s.hidden), at.randn(s.hidden), at.randn(s.hidden)
 
-    def reference(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return F.layer_norm(x, w.shape, w, b)
-
-    forms: dict[str, Form] = {"reference": reference}
+    forms: dict[str, Form] = {
+        "reference": lambda x, w, b: layer_norm_reference(x, w, b, 1e-5),
+        "ours": lambda x, w, b: layer_norm(x, w, b, 1e-5),
+    }
     if (liger := _liger()) is not None:
         forms["liger"] = lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5)
-    return Kernel((x, weight, bias), at.compiled(forms, reference), bytes=5 * x.nbytes)
+    return Kernel((x, weight, bias), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
 
 
 def _swiglu(at: _Inputs) -> Kernel:
