@@ -67,14 +67,19 @@ def test_states_by_strategy(llama, sharding, weights, gradients, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("tp", "fused", "activations"), [(1, 0, 0.96), (2, 2 * (4096 + 2 * 1024 + 2 * 14336) * 4096 * 32 / 2, 0.9)]
+    ("tp", "sharding", "fused", "activations"),
+    [
+        (1, "optim", 0, 0.96),
+        (1, "optim_grads_params", 0, 0.96),
+        (2, "optim", 2 * (4096 + 2 * 1024 + 2 * 14336) * 4096 * 32 / 2, 0.9),
+    ],
 )
-def test_transformer_engine_holds_copies_of_weights_and_saves_inputs_in_8_bits(llama, tp, fused, activations):
-    """Copies of weights in two layouts; under tp those of query, key and value, and of gate and up, are fused.
+def test_transformer_engine_holds_copies_of_weights_and_saves_inputs_in_8_bits(llama, tp, sharding, fused, activations):
+    """Copies of weights in three layouts; under tp those of query, key and value, and of gate and up, are fused.
 
-    Without tp each of these projections saves the input that they share.
+    ZeRO-3 frees the gathered weights only. Without tp each of these projections saves the input that they share.
     """
-    native = _with(llama, parallel__tp=tp, precision__compute_dtype="fp8")
+    native = _with(llama, parallel__tp=tp, parallel__data_sharding=sharding, precision__compute_dtype="fp8")
     library = _with(native, precision__fp8__implementation="transformer_engine")
     found, expected = predict_memory(library), predict_memory(native)
     layers = (LLAMA - 2 * 128256 * 4096 - 4096) / tp

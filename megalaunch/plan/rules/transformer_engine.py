@@ -76,17 +76,6 @@ def gather(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.library_shards", "With Transformer Engine weights stay gathered between forward and backward.")
-def shards(at: RuleContext) -> Iterator[Violation]:
-    """It keeps 8-bit copies of the weights of all layers: freeing the gathered ones would save little."""
-    if _is_used(at) and at.spec.parallel.data_sharding == "optim_grads_params":
-        yield Violation(
-            "parallel.data_sharding",
-            "Transformer Engine keeps copies of the weights that optim_grads_params frees",
-            fixes=({"parallel.data_sharding": "optim_grads"}, {"parallel.data_sharding": "optim"}, _NATIVE),
-        )
-
-
 @rule("fp8.library_schedule", "With Transformer Engine the schedule computes both gradients of a layer together.")
 def schedule(at: RuleContext) -> Iterator[Violation]:
     """The backward of its layers runs once, and frees what it saved."""

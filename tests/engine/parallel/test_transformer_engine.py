@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2 sp": {"tp": 2, "sequence_parallel": True},
     "tp2": {"tp": 2},
-    "dp2 optim": {"dp": 2, "data_sharding": "optim"},
+    "dp2 zero3": {"dp": 2, "data_sharding": "optim_grads_params"},
     "pp2 1f1b": {"pp": 2, "schedule": "1f1b"},
     "cp2": {"cp": 2, "cp_comm_type": ("p2p",)},
     "tp2 pp2 sp": {"tp": 2, "pp": 2, "schedule": "1f1b", "sequence_parallel": True},

@@ -181,7 +181,6 @@ PRECISION = {
     "fp8.library_recipe": Case("precision.fp8.recipe=delayed", "precision.fp8.recipe=tensorwise", LIBRARY),
     "fp8.library_wgrad": Case("precision.fp8.wgrad=false", "precision.fp8.wgrad=true", LIBRARY),
     "fp8.library_gather": Case("precision.fp8.param_gather=true", "precision.fp8.param_gather=false", LIBRARY),
-    "fp8.library_shards": Case("parallel=zero3", "parallel=zero2", LIBRARY),
     "fp8.library_schedule": Case(
         "parallel.schedule=zero_bubble", "parallel.schedule=1f1b", (*LIBRARY, "parallel=pp2", "model.num_layers=4")
     ),
