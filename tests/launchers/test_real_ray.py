@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 from cluster_runs import LENGTH, STEPS, agents, detached_and_stopped, losses_of, processes, started, workers
@@ -112,6 +114,22 @@ def test_a_dry_run_prints_the_placement_group_and_the_orders(tmp_path, monkeypat
     assert (node_0, node_1) == ("# node 0", "# node 1")
     assert json.loads(order)["environment"]["CANARY_TOKEN"] == "<value of CANARY_TOKEN>"
     assert "canary-of-a-token" not in done.output
+
+
+def test_a_cluster_that_does_not_start_here_is_an_error_with_its_log(tmp_path, monkeypatch):
+    """On a busy machine Ray's own time limits end it, with an exception of no class of its own."""
+
+    def init(**settings):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done = CliRunner().invoke(app, ["train", *tiny_overrides(tmp_path, *_RAY)])
+    assert done.exit_code == 2
+    assert "error: Ray does not start on this machine: The current node timed out during startup.\n" in done.stderr
+    assert "fix:  see raylet.err in /scratch/ray/session_latest/logs; a busy machine" in done.stderr
+    assert not RunDirectory(tmp_path / "run").job.exists()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalaunch.installation import install_command
@@ -31,15 +32,21 @@ def connect_to_ray(address: str | None) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = address or os.environ.get("RAY_ADDRESS") or "a local cluster"
-        raise LauncherError(
-            f"Ray does not connect to {where}: {first}", "`ray status` must work: check launcher.ray.address"
-        ) from error
+    except Exception as error:  # Ray raises a bare one if its processes do not start in time
+        raise _no_cluster(address or os.environ.get("RAY_ADDRESS"), error) from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray's own would end this process before the workers save
+
+
+def _no_cluster(address: str | None, error: Exception) -> LauncherError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if address is not None:
+        fix = "`ray status` must work: check launcher.ray.address"
+        return LauncherError(f"Ray does not connect to {address}: {first}", fix)
+    logs = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray/session_latest/logs"
+    fix = f"see raylet.err in {logs}; a busy machine may start it at a second try"
+    return LauncherError(f"Ray does not start on this machine: {first}", fix)
 
 
 def bundle(job: Job) -> dict[str, float]:
