@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -425,6 +426,26 @@ def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm,
     (resumed,) = events_of(killed, "resumed")
     assert resumed["step"] >= 5
     assert_same_trials(tmp_path)
+
+
+def results_of(folder, name):
+    """The rows of a sweep's results.csv, without what is measured in time."""
+    with (folder / f"sweeps/{name}/results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    timed = ("tokens_per_second", "seconds", "directory")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
+
+
+def test_a_sweep_on_hosts_has_the_results_of_the_local_one(hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = (*sweep_of_two(tmp_path), *hosts, "launcher.ssh.environment=[OMP_NUM_THREADS]")
+    code, output = call(tmp_path, *words, "--name", "there")
+    assert code == 0, output
+    assert "2 of 2 trials ranked by validation_loss" in output
+    assert_same_trials(tmp_path)
+    there, here = (results_of(tmp_path, name) for name in ("there", "here"))
+    assert there == here
+    assert [(row["trial"], row["exit_code"], row["steps"]) for row in there] == [("2", "0", "40"), ("1", "0", "40")]
 
 
 @pytest.mark.release  # the cases above prove detached pods, and a sweep as tasks
