@@ -124,11 +124,10 @@ def run_first_node(
     events = JsonlTail(directory.events, at_end=True)  # those of this launch follow, whatever the clocks say
     announcement.run_is_ready()
     display = open_display(view)
-    storage = StorageMonitor(directory, launch.spec.run.storage_timeout)
+    storage = StorageMonitor(directory, launch.spec.run.storage_timeout, launch.lock.touch)
     drawing = Drawing(storage, view, display)
 
     def poll() -> None:
-        launch.lock.touch()
         storage.poll(time.monotonic())
         drawing.update()
 

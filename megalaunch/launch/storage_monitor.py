@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megalaunch.launch.display.event_messages import storage_back, storage_warning
+from megalaunch.launch.write_thread import STALLED_SECONDS, WriteThread
 from megalaunch.rundir.events import EventName, make_event
 from megalaunch.rundir.jsonl import Record, append_line
 from megalaunch.rundir.paths import RunDirectory
@@ -18,22 +22,35 @@ _PROBE_BYTES = 4096  # a full file system may still accept an empty file
 _SETTLE_SECONDS = 2 * LONGEST_PAUSE  # from the return of the storage to the first progress
 _ENDING_SECONDS = 30.0  # from the deadline to the end of ranks that end the run themselves
 _SAME_WAIT_SECONDS = 10.0  # ranks and launcher notice a failure at different moments
+_PROBE_WAIT_SECONDS = 0.2  # for a probe: far more than it takes, unless the storage is slow
+_STALL = OSError(errno.ETIMEDOUT, "a write does not return")
+_STALL_REMEDY = "thaw it, or see whether its server answers"
 
 
 class StorageMonitor:
-    """The state of a run directory's storage: `poll` writes to it once a second.
+    """The state of a run directory's storage: `poll` writes to it and to its checkpoints once a second.
 
     Ranks that cannot write their progress make none that the launcher sees, so its hang detection asks
-    `excuses_silence`.
+    `excuses_silence`. Everything is written by threads, as storage may block in the kernel: a write that does not
+    return is recorded as a wait of the storage, since the ranks that it blocks cannot tell.
+
+    Args:
+        timeout: seconds that the run waits for storage (`run.storage_timeout`).
+        touch: a further write of each probe, to show that this process lives.
     """
 
-    def __init__(self, directory: RunDirectory, timeout: float) -> None:
-        self._directory, self._timeout = directory, timeout
+    def __init__(self, directory: RunDirectory, timeout: float, touch: Callable[[], None] = lambda: None) -> None:
+        self._directory, self._timeout, self._touch = directory, timeout, touch
+        self._writes, self._checkpoint_probes = WriteThread(), WriteThread()
+        self._failed: dict[Path, FailedWrite] = {}  # the last probe of a folder, if it failed
+        self._stalled: Path | None = None  # recorded by an event
         self._wait = StorageWait(timeout)
         self._events = PendingWrites(StorageWait(timeout))
         self._next_probe, self._back_at = 0.0, float("-inf")
         self._shown: list[tuple[float, float]] = []  # waits with a line on the terminal: begin and end, since 1970
         self._shows_wait = False
+        self._last_wait = 0.0  # seconds
+        self._shown_path = str(directory.root)
         self._rank_waits: set[str] = set()  # what ranks wait for
         self._lines: list[str] = []
 
@@ -52,12 +69,18 @@ class StorageMonitor:
         if now < self._next_probe:
             return
         self._next_probe = now + PROBE_SECONDS
-        failed = self._probe()
+        root, checkpoints = self._directory.root, self._directory.checkpoints
+        if self._writes.is_idle:
+            self._writes.submit(self._write_all, _PROBE_WAIT_SECONDS)
+        if self._checkpoint_probes.is_idle and _is_other_storage(checkpoints, root):
+            self._checkpoint_probes.submit(lambda: self._probe(checkpoints), _PROBE_WAIT_SECONDS)
+        stalled = root if self._writes.is_stalled else checkpoints if self._checkpoint_probes.is_stalled else None
+        failed = FailedWrite(stalled, _STALL) if stalled else self._failed.get(root)
         if failed is not None:
             self._fail(failed)
-        elif self._wait.has_begun:
+        elif self._wait.has_begun and self._writes.is_idle and self._checkpoint_probes.is_idle:
             self._succeed(now)
-        self._events.flush()
+        self._record_stall(stalled)
 
     def excuses_silence(self, now: float) -> bool:
         """Return whether ranks may be silent because of the storage: it fails, or has returned a moment ago."""
@@ -67,8 +90,9 @@ class StorageMonitor:
 
     def record(self, event: EventName, **details: Any) -> None:
         """Append an event now, or once the storage is back."""
-        record = make_event(event, **details)
-        self._events.add(self._directory.events, lambda: append_line(self._directory.events, record))
+        record, path = make_event(event, **details), self._directory.events
+        seconds = 0.0 if self._writes.is_stalled else STALLED_SECONDS
+        self._writes.submit(lambda: self._events.add(path, lambda: append_line(path, record)), seconds)
 
     def take_lines(self) -> list[str]:
         """Return the lines for the terminal since the last call."""
@@ -95,26 +119,54 @@ class StorageMonitor:
             for first, last in self._shown
         )
 
-    def _probe(self) -> FailedWrite | None:
+    def _write_all(self) -> None:
+        """Write to the run directory all that is due."""
+        self._probe(self._directory.root)
+        self._touch()
+        self._events.flush()
+
+    def _probe(self, folder: Path) -> None:
         try:
-            with tempfile.TemporaryFile(dir=self._directory.root, buffering=0) as file:
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 file.write(bytes(_PROBE_BYTES))
         except OSError as error:
-            return FailedWrite(self._directory.root, error)
-        return None
+            self._failed[folder] = FailedWrite(folder, error)
+        else:
+            self._failed.pop(folder, None)
+
+    def _record_stall(self, folder: Path | None) -> None:
+        """Record that writes to a folder begin to stall, or return again."""
+        before, reason = self._stalled, str(_STALL.strerror)
+        if folder is not None and folder != before:
+            self._stalled, left = folder, max(0.0, self._timeout - self._wait.seconds)
+            self.record("storage_wait", path=str(folder), reason=reason, fix=_STALL_REMEDY, seconds_left=left)
+        elif before is not None and not self._wait.has_begun:
+            self._stalled = None
+            self.record("storage_back", path=str(before), reason=reason, seconds=self._last_wait)
 
     def _fail(self, failed: FailedWrite) -> None:
         begins = not self._wait.has_begun
         self._wait.fail()
         if begins and not self._rank_waits and self._timeout:
-            reason, fix = str(failed.error.strerror), remedy(failed.error)
-            self._lines.append(storage_warning(str(failed.path), reason, fix, self._timeout))
+            fix = _STALL_REMEDY if failed.error is _STALL else remedy(failed.error)
+            reason = str(failed.error.strerror)
+            self._shown_path = str(failed.path)
+            self._lines.append(storage_warning(self._shown_path, reason, fix, self._timeout))
             self._shown.append((time.time(), float("inf")))
             self._shows_wait = True
 
     def _succeed(self, now: float) -> None:
         seconds, self._back_at = self._wait.succeed(), now
+        self._last_wait = seconds
         if self._shows_wait:
             self._shows_wait = False
             self._shown[-1] = (self._shown[-1][0], time.time())
-            self._lines.append(storage_back(str(self._directory.root), seconds))
+            self._lines.append(storage_back(self._shown_path, seconds))
+
+
+def _is_other_storage(folder: Path, root: Path) -> bool:
+    """Return whether a folder is on another file system than the run directory."""
+    try:
+        return folder.stat().st_dev != root.stat().st_dev
+    except OSError:
+        return False

@@ -114,9 +114,9 @@ class Supervisor:
         view: RunState,
         display: Display | None,
     ) -> None:
-        self._spec, self._directory, self._lock = spec, directory, lock
+        self._spec, self._directory = spec, directory
         self._start_agent, self._stop, self._view = start_agent, stop, view
-        self._storage = StorageMonitor(directory, spec.run.storage_timeout)
+        self._storage = StorageMonitor(directory, spec.run.storage_timeout, lock.touch)
         self._drawing = Drawing(self._storage, view, display)
         self._events = JsonlTail(directory.events, at_end=True)
         saved = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
@@ -159,7 +159,6 @@ class Supervisor:
 
     def _keep_directory(self) -> None:
         """Keep the lock, and the knowledge whether the run directory can be written. Cheap to call often."""
-        self._lock.touch()
         self._storage.poll(time.monotonic())
 
     def _becomes_writable(self) -> bool:

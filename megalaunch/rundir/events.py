@@ -249,7 +249,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         },
     ),
     "storage_wait": EventKind(
-        _RANK_0,
+        f"{_RANK_0}, or {_LAUNCHER} where a write does not return",
         "when the run directory cannot be written and a wait for it begins; written once it can be",
         {
             "path": "what could not be written",
@@ -259,7 +259,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         },
     ),
     "storage_back": EventKind(
-        _RANK_0,
+        f"{_RANK_0}, or {_LAUNCHER} where a write did not return",
         "when such a wait has ended, since writing works again",
         {"path": "what could not be written", "reason": "why", "seconds": "seconds of the wait"},
     ),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import threading
+import time
 
 import pytest
+from launching import wait_until
 
 from megalaunch.launch import storage_monitor as monitor_module
+from megalaunch.launch import write_thread
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
@@ -91,3 +96,30 @@ def test_after_the_deadline_silence_is_a_hang_again(tmp_path, storage, monkeypat
     monitor.poll(100.0)
     monkeypatch.setattr(monitor_module, "_ENDING_SECONDS", -60.0)
     assert not monitor.excuses_silence(101.0)
+
+
+def test_a_write_that_does_not_return_blocks_nothing_and_is_recorded(tmp_path, monkeypatch):
+    seconds = itertools.count(200.0)
+    thawed, real_file = threading.Event(), monitor_module.tempfile.TemporaryFile
+
+    def blocking(*arguments, **options):
+        thawed.wait()
+        return real_file(*arguments, **options)
+
+    monkeypatch.setattr(monitor_module.tempfile, "TemporaryFile", blocking)
+    monkeypatch.setattr(write_thread, "STALLED_SECONDS", 0.05)
+    directory = RunDirectory(tmp_path)
+    monitor = StorageMonitor(directory, 600.0)
+    began = time.monotonic()
+    monitor.poll(100.0)
+    monitor.poll(102.0)
+    monitor.record("note", message="kept")
+    assert time.monotonic() - began < 2
+    assert monitor.excuses_silence(102.0)
+    assert "a write does not return: thaw it, or see whether its server answers" in monitor.take_lines()[0]
+    assert not directory.events.exists()
+    thawed.set()
+    wait_until(lambda: monitor.poll(next(seconds)) or not monitor.is_failing)
+    recorded = wait_until(lambda: (found := list(read_lines(directory.events))) and len(found) == 3 and found)
+    assert [event["event"] for event in recorded] == ["storage_wait", "note", "storage_back"]
+    assert recorded[0]["path"] == recorded[2]["path"] == str(tmp_path)
