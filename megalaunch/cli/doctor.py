@@ -104,7 +104,8 @@ def build_report(
     import shutil
 
     import megalaunch
-    from megalaunch.plan.attention_backends import describe_auto, serving_backends
+    from megalaunch.plan.attention_backends import serving_backends
+    from megalaunch.plan.attention_choice import describe_auto
     from megalaunch.platform.packages import missing_attention_package
 
     chip = machine.chip

@@ -7,7 +7,7 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
+from megalaunch.engine.model.attention.backends import RUN_KERNELS
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RunEnd
@@ -18,7 +18,7 @@ from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
 from megalaunch.engine.train.validator import TaskEvaluator
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
-from megalaunch.plan.attention_backends import describe_backend
+from megalaunch.plan.attention_choice import describe_backend, taken_backend
 from megalaunch.plan.overrides import override_changes, override_entries
 from megalaunch.platform.overrides import active_overrides
 from megalaunch.rundir.outcome import ExitCode
@@ -52,7 +52,7 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
 
 def _attention_kernel(spec: RunSpec) -> str:
     """Return which kernel of attention a run takes, and why; of a package also its version."""
-    load = PACKAGE_KERNELS.get(spec.model.attention_backend)
+    load = RUN_KERNELS.get(taken_backend(spec))
     return describe_backend(spec) if load is None else f"{load().description}, {describe_backend(spec)}"
 
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-from megalaunch.plan.layers import list_layers
-from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.platforms import FUSED_ATTENTION, PACKAGE_ATTENTION
 from megalaunch.schema import RunSpec
@@ -58,7 +55,8 @@ class BackendFacts:
     capability: float | None = None
 
 
-_AMPERE = 8.0
+AMPERE = 8.0
+"""The compute capability from which on NVIDIA GPUs have flash attention."""
 _ALL_EXCHANGES = ("p2p", "a2a", "allgather", "a2a+p2p")
 # Limits of the operators: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and its FlexAttention; those of
 # flash-attn: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp of its 2.8 sources.
@@ -70,7 +68,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             head_sizes=(1, 256),
             sinks=True,
             exchanges=_ALL_EXCHANGES,
-            capability=_AMPERE,
+            capability=AMPERE,
         ),
         "cudnn": BackendFacts(
             "torch's call of cuDNN",
@@ -78,7 +76,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             head_sizes=(1, 128),
             masks="none",
             deterministic=False,
-            capability=_AMPERE,
+            capability=AMPERE,
         ),
         "efficient": BackendFacts("torch's memory-efficient attention, keys repeated for each head", masks="dense"),
         "flex": BackendFacts(
@@ -103,7 +101,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             soft_cap=True,
             exchanges=("a2a", "allgather"),
             package=True,
-            capability=_AMPERE,
+            capability=AMPERE,
         ),
         "te": BackendFacts(
             "Transformer Engine's DotProductAttention",
@@ -113,7 +111,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             masked_exchanges=("a2a", "allgather"),
             package=True,
             nvidia_only=True,
-            capability=_AMPERE,
+            capability=AMPERE,
         ),
     }
 )
@@ -122,10 +120,11 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
 
 def serving_backends(device: str) -> tuple[AttentionBackend, ...]:
     """Return the backends that run on a device type, auto first."""
-    return ("auto", *(name for name in BACKENDS if _runs_on(name, device)))
+    return ("auto", *(name for name in BACKENDS if runs_on(name, device)))
 
 
-def _runs_on(name: AttentionBackend, device: str) -> bool:
+def runs_on(name: AttentionBackend, device: str) -> bool:
+    """Return whether a backend runs on a device type."""
     facts = BACKENDS[name]
     return facts.any_device or name in (PACKAGE_ATTENTION if facts.package else FUSED_ATTENTION).get(device, ())
 
@@ -148,113 +147,13 @@ def head_size(model: ModelSpec) -> int:
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
-AutoKernel = Literal["torch", "dense_mask", "flash_blocks", "fp32_blocks", "cpu"]
-"""What `auto` takes: torch's operator, the same with a dense mask, blocks by flash attention or with fp32 scores, or
-that of a CPU."""
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """The kernel that `auto` takes, and why."""
-
-    kernel: AutoKernel
-    reason: str
-
-
-def computes_scores(model: ModelSpec, whole_samples: bool, length: int) -> bool:
-    """Return whether `auto` computes the scores of a model in fp32, because the model modifies them.
-
-    Sinks join the log-sum-exp by which blocks are merged. Short samples have no blocks, and torch's operator no sinks.
-
-    Args:
-        model: the model.
-        whole_samples: a rank attends over all tokens of a sample: without cp, and after an all-to-all.
-        length: the tokens of a sample.
-    """
-    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
-        return True
-    return model.attention_sinks and whole_samples and length <= DENSE_MASK_TOKENS
-
-
-def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
-    """Return what `auto` takes for layers with this sliding window (None: full attention)."""
-    model, length = spec.model, spec.batch.sequence_length
-    blocks: AutoKernel = "flash_blocks" if _has_flash(spec) else "fp32_blocks"
-    masked = spec.data.reset_attention_mask or (window or length) < length
-    whole = spec.parallel.cp == 1 or most_common_cp_comm_type(spec.parallel) == "a2a"
-    if computes_scores(model, whole, length):
-        only_sinks = model.attn_logit_softcapping is None and not model.attention_dropout
-        short = f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
-        return KernelChoice(
-            "fp32_blocks", short if only_sinks else "fused kernels have no soft cap, and other dropout masks"
-        )
-    if not whole:
-        return KernelChoice(blocks, "context parallelism merges them by their log-sum-exp")
-    if model.attention_sinks:
-        return KernelChoice(blocks, f"sinks in samples above {DENSE_MASK_TOKENS:,} tokens")
-    if masked and length > DENSE_MASK_TOKENS:
-        return KernelChoice(blocks, f"documents or windows in samples above {DENSE_MASK_TOKENS:,} tokens")
-    if masked:
-        return KernelChoice("dense_mask", f"samples have at most {DENSE_MASK_TOKENS:,} tokens")
-    if device_of(spec) == "cpu":
-        return KernelChoice("cpu", "by dtype and length: the faster on a CPU")
-    return KernelChoice("torch", _torch_kernels(spec))
-
-
-def _torch_kernels(spec: RunSpec) -> str:
-    """Return among which kernels torch's operator selects on the spec's chip."""
-    chip = CHIPS.get(spec.platform.chip)
-    if chip is not None and not has_kernels_for(BACKENDS["flash"], chip):
-        return f"memory-efficient; flash and cuDNN need compute capability {_AMPERE}"
-    return "flash, cuDNN or memory-efficient, in torch's order of preference"
-
-
-_KERNELS: Mapping[AutoKernel, str] = MappingProxyType(
-    {
-        "torch": "torch's operator",
-        "dense_mask": "torch's operator with a dense mask",
-        "flash_blocks": "blocks of flash attention",
-        "fp32_blocks": "blocks with scores in fp32",
-        "cpu": "kernels/causal_attention.py, or torch's flash attention",
-    }
-)
+def exchanges(spec: RunSpec) -> set[str]:
+    """Return the communication types of context parallelism in any layer."""
+    given = spec.parallel.cp_comm_type
+    return {*given} if isinstance(given, tuple) else {given}
 
 
 def has_library_ring(spec: RunSpec) -> bool:
     """Return whether a ring of context parallelism is Transformer Engine's, not the engine's own."""
-    given = spec.parallel.cp_comm_type
-    kinds = given if isinstance(given, tuple) else (given,)
-    return spec.model.attention_backend == "te" and spec.parallel.cp > 1 and not {"p2p", "a2a+p2p"}.isdisjoint(kinds)
-
-
-def describe_auto(device: str) -> str:
-    """Return among which kernels `auto` selects on a device type, in one sentence."""
-    kernels: tuple[AutoKernel, ...] = ("cpu",) if device == "cpu" else ("torch", "dense_mask")
-    kernels += ("flash_blocks", "fp32_blocks") if _runs_on("flash", device) else ("fp32_blocks",)
-    return f"{'; '.join(_KERNELS[kernel] for kernel in kernels)}: by mask, dtype and length, never of another package"
-
-
-def describe_backend(spec: RunSpec) -> str:
-    """Return which kernel of attention a run takes, and why, in one sentence; of windows and full attention if two."""
-    if spec.model.attention_backend != "auto":
-        return f"{BACKENDS[spec.model.attention_backend].meaning}: chosen by model.attention_backend"
-    windows = {layer.window for layer in list_layers(spec.model)}
-    by_window = {window: choose_kernel(spec, window) for window in windows}
-    if len(set(by_window.values())) == 1:
-        return _describe_choice(by_window[windows.pop()])
-    full = _describe_choice(by_window.pop(None))
-    return "; ".join((*map(_describe_choice, by_window.values()), f"in layers without a window {full}"))
-
-
-def _describe_choice(choice: KernelChoice) -> str:
-    separator = ", " if choice.kernel == "cpu" else ": "
-    return f"{_KERNELS[choice.kernel]}{separator}{choice.reason}"
-
-
-def _has_flash(spec: RunSpec) -> bool:
-    """Return whether blocks have a flash kernel: on CPUs always, on GPUs from Ampere on in 16 bits."""
-    flash, device = BACKENDS["flash"], device_of(spec)
-    if device is None or not _runs_on("flash", device) or not has_kernels_for(flash, CHIPS[spec.platform.chip]):
-        return False
-    fits = head_size(spec.model) <= (flash.head_sizes[1] or 0) and spec.precision.compute_dtype != "fp32"
-    return device == "cpu" or fits
+    ring = not {"p2p", "a2a+p2p"}.isdisjoint(exchanges(spec))
+    return spec.model.attention_backend == "te" and spec.parallel.cp > 1 and ring

@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": MOE,
     "loss in chunks": {"train__loss_chunks": 3},
     "recomputed": {"recompute__granularity": "full"},
+    "soft caps": {"model__attn_logit_softcapping": 2.0},
 }
 
 
@@ -126,7 +127,7 @@ RANDOM = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("values", [{}, RANDOM], ids=["llama", "dropout and longrope"])
+@pytest.mark.parametrize("values", [{}, RANDOM, PACKED], ids=["llama", "dropout and longrope", "packed"])
 def test_a_steady_step_waits_for_the_gpu_only_to_read_its_statistics(values, monkeypatch):
     """What tests/devices/test_host_syncs.py finds on a simulated device, by torch's own check on a GPU."""
 
@@ -192,7 +193,9 @@ def test_fp8_experts_of_the_card_are_those_of_the_emulation(recipe, monkeypatch)
 
 
 BACKENDS = [
-    (name, mask) for name in ("auto", "flash", "flex", "efficient") for mask in ("causal", "window", "documents")
+    (name, mask)
+    for name in ("auto", "flash", "flex", "efficient", "varlen")
+    for mask in ("causal", "window", "documents")
 ]
 BACKENDS.append(("cudnn", "causal"))
 

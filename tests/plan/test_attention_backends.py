@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from made_specs import LAPTOP, resolved
 
-from megalaunch.plan.attention_backends import describe_auto, describe_backend, serving_backends
+from megalaunch.plan.attention_backends import serving_backends
+from megalaunch.plan.attention_choice import describe_auto, describe_backend, taken_backend
 from megalaunch.plan.check import check
 from megalaunch.plan.cost.attention import attention_kernel
+from megalaunch.plan.cost.constants import FLEX_RATE
 from megalaunch.plan.cost.stacks import engine_stack
 from megalaunch.schema import with_values
 
@@ -17,6 +19,7 @@ H100, MI300X = (*TINY, "platform=h100", *GPUS), (*TINY, "platform=mi300x", *GPUS
 WIDE = ("model.head_dim=16",)
 FP32 = "precision.compute_dtype=fp32"
 WINDOW = "model.sliding_window=8"
+CAP = "model.attn_logit_softcapping=30"
 PACKED = "data.reset_attention_mask=true"
 SINKS = "model.attention_sinks=true"
 ULYSSES = ("parallel=cp2", "parallel.cp_comm_type=a2a")
@@ -49,7 +52,7 @@ REFUSED = {
     "flash_attn   ": ((*H100, "model.attention_sinks=true"), "flash_attn attention does not compute attention_sinks"),
     "flash_attn    ": ((*H100, "model.attention_dropout=0.1"), "attention does not compute attention_dropout"),
     "flash_attn     ": ((*H100, "parallel=cp2"), "flash_attn attention does not work with cp_comm_type p2p"),
-    "te ": ((*H100, "model.attn_logit_softcapping=30"), "te attention does not compute attn_logit_softcapping"),
+    "te ": ((*H100, CAP), "te attention does not compute attn_logit_softcapping"),
     "te  ": ((*H100, "model.attention_dropout=0.1"), "te attention does not compute attention_dropout"),
     "te   ": (MI300X, "Transformer Engine's DotProductAttention has no kernels for mi300x"),
     "te    ": ((*H100, "parallel=cp2", PACKED), "with cp_comm_type p2p in sliding windows and packed documents"),
@@ -75,7 +78,7 @@ def test_the_backends_of_a_device():
 
 
 SERVED = {
-    "flash_attn": ("model.attn_logit_softcapping=30", WINDOW, PACKED, "train.deterministic=true"),
+    "flash_attn": (CAP, WINDOW, PACKED, "train.deterministic=true"),
     "te": (WINDOW, PACKED, "train.deterministic=true"),
 }
 
@@ -113,13 +116,71 @@ def test_a_fix_names_no_other_package(backend):
         ((*H100, *ULYSSES, SINKS), "blocks with scores in fp32: torch's operator has no sinks"),
         ((*H100, *LONG, *ULYSSES, SINKS), "blocks of flash attention: sinks in samples above 2,048 tokens"),
         ((*H100, "model=gpt_oss_20b", *LONG), "blocks of flash attention: sinks in samples above 2,048 tokens"),
-        ((*H100, "model.attn_logit_softcapping=30"), "fused kernels have no soft cap"),
+        ((*H100, CAP), "blocks with scores in fp32: FlexAttention, which has soft caps, serves not this device, dtype"),
+        ((*H100, *WIDE, CAP), "torch's FlexAttention, compiled: computes soft caps, which no other fused kernel"),
+        ((*H100, *WIDE, CAP, WINDOW, "model.sliding_window_pattern=2"), "torch's FlexAttention, compiled: computes"),
+        ((*H100, "model.attention_dropout=0.1"), "blocks with scores in fp32: fused kernels have other dropout masks"),
+        ((*H100, PACKED), "torch's flash attention of all packed documents in one call: computes no pairs of two"),
+        ((*H100, PACKED, "model.attention_backend=flash"), "packed documents in one call: chosen by model.attention"),
         ((*H100, "model.attention_backend=flash"), "chosen by model.attention_backend"),
         ((*H100, "model.attention_backend=flash_attn"), "package flash-attn: chosen by model.attention_backend"),
     ],
 )
 def test_a_run_reports_its_kernel_and_why(overrides, said):
     assert said in describe_backend(resolved(*overrides)[0])
+
+
+TAKEN = [
+    ((*H100, *WIDE, CAP), "flex"),
+    ((*H100, *WIDE, CAP, SINKS, PACKED), "flex"),
+    ((*TINY, "platform=mi300x", *GPUS, *WIDE, CAP), "flex"),
+    ((*H100, *WIDE, CAP, *ULYSSES), "flex"),
+    ((*H100, *WIDE, CAP, "parallel=cp2"), "auto"),  # a ring
+    ((*H100, *WIDE, CAP, FP32), "auto"),
+    ((*H100, *WIDE, CAP, "model.attention_dropout=0.1"), "auto"),
+    ((*TINY, "platform=v100", "precision=fp16", *WIDE, CAP), "auto"),
+    ((*TINY, *WIDE, CAP), "auto"),
+    ((*H100, *WIDE, CAP, "model.attention_backend=math"), "math"),
+    ((*H100, PACKED), "varlen"),
+    ((*H100, PACKED, WINDOW, "model.attention_backend=flash"), "varlen"),
+    ((*H100, PACKED, "parallel=cp2", "parallel.cp_comm_type=allgather"), "varlen"),
+    ((*H100, PACKED, *ULYSSES), "varlen"),
+    ((*H100, PACKED, "parallel=cp2", "model.attention_backend=flash"), "flash"),  # a ring
+    ((*H100, PACKED, *ULYSSES, "parallel.dynamic_context_parallel=true"), "auto"),
+    ((*H100, PACKED, SINKS), "auto"),
+    ((*H100, PACKED, FP32), "auto"),
+    ((*H100, PACKED, "model.head_dim=512"), "auto"),
+    ((*TINY, "platform=t4", "precision=fp16", PACKED), "auto"),
+    ((*TINY, "platform=mi300x", *GPUS, PACKED), "auto"),
+    ((*TINY, PACKED), "auto"),
+    (H100, "auto"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "backend"), TAKEN)
+def test_what_a_run_is_built_with(overrides, backend):
+    assert taken_backend(resolved(*overrides)[0]) == backend
+
+
+def test_soft_caps_are_planned_at_the_rate_of_the_kernel_that_computes_them():
+    spec, _ = resolved(*H100, *WIDE, CAP, *LONG)
+    kernel, flex, flash = (
+        attention_kernel(one, engine_stack(one), None)
+        for one in (spec, *(with_values(spec, {"model.attention_backend": name}) for name in ("flex", "flash")))
+    )
+    assert kernel == flex
+    assert (kernel.rate, kernel.fp32, kernel.merges) == (FLEX_RATE.value * flash.rate, False, 0)
+
+
+def test_packed_documents_in_one_call_are_not_merged_nor_masked():
+    spec, _ = resolved(*H100, *LONG, PACKED)
+    one_call, blocks = (
+        attention_kernel(one, engine_stack(one), None) for one in (spec, with_values(spec, {"platform.chip": "mi300x"}))
+    )
+    assert (one_call.merges, blocks.merges) == (0, 1)
+    assert one_call.rate == blocks.rate
+    short = attention_kernel(with_values(spec, {"batch.sequence_length": 2048}), engine_stack(spec), None)
+    assert not short.all_pairs
 
 
 def test_a_run_reports_the_kernels_of_both_kinds_of_layers():
@@ -149,6 +210,7 @@ def test_scores_of_sinks_cost_time_in_short_samples_only():
         ("te", "allgather", "cudnn", False),
         ("te", "p2p", "cudnn", True),
         ("flash", "allgather", "flash", True),
+        ("flex", "allgather", "flex", False),
     ],
 )
 def test_the_rate_of_a_package_and_the_blocks_that_it_merges(backend, exchange, like, merges):
@@ -161,5 +223,6 @@ def test_the_rate_of_a_package_and_the_blocks_that_it_merges(backend, exchange, 
 def test_auto_is_said_to_take_kernels_of_torch_only():
     for device in ("cpu", "cuda", "npu"):
         assert describe_auto(device).endswith("by mask, dtype and length, never of another package")
-    assert "blocks of flash attention" in describe_auto("cuda")
-    assert "blocks of flash attention" not in describe_auto("npu")
+    kernels = ("blocks of flash attention", "FlexAttention", "flash attention of all packed documents in one call")
+    assert [kernel in describe_auto("cuda") for kernel in kernels] == [True] * 3
+    assert [kernel in describe_auto("npu") for kernel in kernels] == [False] * 3

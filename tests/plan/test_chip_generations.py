@@ -6,7 +6,7 @@ import pytest
 from made_specs import LAPTOP, resolved
 from slow_cases import slow_but
 
-from megalaunch.plan.attention_backends import choose_kernel, describe_backend
+from megalaunch.plan.attention_choice import choose_kernel, describe_backend
 from megalaunch.plan.check import check
 from megalaunch.plan.cost.step import step_time
 from megalaunch.plan.findings import Finding
@@ -118,9 +118,9 @@ def test_fused_attention_of_ampere_is_refused_before_it(chip, backend):
 
 @pytest.mark.parametrize(("chip", "kernel"), [("t4", "fp32_blocks"), ("a10", "flash_blocks")])
 def test_blocks_of_auto_are_flash_attention_from_ampere_on(chip, kernel):
-    long = ("batch.sequence_length=4096", "model.max_position_embeddings=4096", "data.reset_attention_mask=true")
+    long = ("batch.sequence_length=4096", "model.max_position_embeddings=4096", "model.sliding_window=8")
     spec, _ = resolved(*TINY, *long, f"platform={chip}", "precision=fp16")
-    assert choose_kernel(spec, None).kernel == kernel
+    assert choose_kernel(spec, 8).kernel == kernel
 
 
 def test_a_plan_names_the_kernel_of_attention_before_ampere():

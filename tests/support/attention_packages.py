@@ -9,7 +9,7 @@ import flash_attn_stand_in
 import pytest
 import te_attention_stand_in
 
-from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
+from megalaunch.engine.model.attention.backends import RUN_KERNELS
 
 
 def stand_in_for_attention_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,5 +27,5 @@ def stand_in_for_attention_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_packages() -> None:
     """Bind the packages anew at the next call."""
-    for load in PACKAGE_KERNELS.values():
+    for load in RUN_KERNELS.values():
         load.cache_clear()

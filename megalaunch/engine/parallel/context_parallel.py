@@ -25,7 +25,7 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
-from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
+from megalaunch.engine.model.attention.backends import RUN_KERNELS
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_kernels import BlockBackend
 from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
@@ -41,8 +41,8 @@ from megalaunch.engine.model.attention.package_attention import package_attentio
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.engine.parallel.te_ring_attention import te_ring_attention
+from megalaunch.plan.attention_choice import TakenBackend, taken_backend
 from megalaunch.schema import RunSpec
-from megalaunch.schema.model import AttentionBackend
 from megalaunch.schema.parallel import ContextCommType
 
 _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
@@ -64,7 +64,7 @@ class ContextParallel:
     exchanges: tuple[ContextCommType, ...]
     levels: tuple[Axis, Axis] | None = None
     lengths: DocumentLengths = document_lengths
-    backend: AttentionBackend = "auto"
+    backend: TakenBackend = "auto"
     _library_rings: dict[Axis, AttentionFn] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -72,7 +72,7 @@ class ContextParallel:
         """Build from a spec. MTP depths communicate as the last layer does."""
         chosen, depths = spec.parallel.cp_comm_type, spec.model.mtp.num_layers
         exchanges = (*chosen, *chosen[-1:] * depths) if isinstance(chosen, tuple) else (chosen,)
-        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths, spec.model.attention_backend)
+        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths, taken_backend(spec))
 
     @property
     def _blocks(self) -> BlockBackend:
@@ -98,8 +98,8 @@ class ContextParallel:
         queries, keys = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
         if self.backend == "flex":
             return flex_attention_by_position(queries, keys, documents_BS, window)
-        if self.backend in PACKAGE_KERNELS:
-            return package_attention(PACKAGE_KERNELS[self.backend], queries, documents, window)
+        if self.backend in RUN_KERNELS:
+            return package_attention(RUN_KERNELS[self.backend], queries, documents, window)
         return blockwise_attention(make_block_mask(queries, keys, window, documents), self._blocks)
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:

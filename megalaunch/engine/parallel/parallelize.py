@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.collectives import all_gather_async, all_reduce_async
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.attention.backends import PACKAGE_KERNELS
+from megalaunch.engine.model.attention.backends import RUN_KERNELS
 from megalaunch.engine.model.attention.core import ContextParallelism, NoContextParallel
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.build import build_decoder
@@ -46,6 +46,7 @@ from megalaunch.engine.torch_private import group_named
 from megalaunch.kernels.forms import prescribes_forms
 from megalaunch.kernels.overridable import build_for
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
+from megalaunch.plan.attention_choice import taken_backend
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
 
@@ -187,15 +188,16 @@ def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: Con
 def _has_eager_attention(spec: RunSpec, mesh: Mesh) -> bool:
     """Return whether core attention stays out of graphs: it is computed by blocks or a package, or compiles itself."""
     by_blocks = mesh.cp.size > 1 or spec.batch.sequence_length > DENSE_MASK_TOKENS
-    return by_blocks or spec.model.attention_backend in ("flash", "flex", *PACKAGE_KERNELS)
+    return by_blocks or taken_backend(spec) in ("flash", "flex", *RUN_KERNELS)
 
 
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:
     """Return how attention is computed. Raises UnknownPackage if the package of its kernel lacks what is called."""
-    if spec.model.attention_backend in PACKAGE_KERNELS and not prescribes_forms():
-        PACKAGE_KERNELS[spec.model.attention_backend]()
+    backend = taken_backend(spec)
+    if backend in RUN_KERNELS and not prescribes_forms():
+        RUN_KERNELS[backend]()
     if mesh.cp.size == 1:
-        return NoContextParallel(readers.document_lengths, spec.model.attention_backend)
+        return NoContextParallel(readers.document_lengths, backend)
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
     return ContextParallel.build(spec, mesh, readers.document_lengths)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, choose_kernel, has_library_ring
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, has_library_ring
+from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, choose_kernel, taken_backend
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.layers import Layer
@@ -68,15 +69,16 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     # A full block of s queries and keys has the mean row of a causal one of 2 s: chunks of S / (2 cp) count twice.
     # A query is in the causal block of its rank's keys, and in 3/4 of the full blocks with those of the others.
     block, merges = (length, 0.0) if whole else (length / cp, 1 + 0.75 * (cp - 1))
-    if backend in ("flash_attn", "te") and not has_library_ring(spec):  # a call for each chunk, over all of its keys
-        merges = 0.0
     if stack.attention != "engine":
         rate = 1.0 if stack.attention == "cudnn" and backend in ("auto", "cudnn") else c.FLASH_RATE.value
         rate *= c.FLEX_RATE.value if backend == "flex" else 1.0
         return AttentionKernel(rate, block)
+    taken = taken_backend(spec)
+    if (taken == "flex" or taken in RUN_BACKENDS) and not has_library_ring(spec):
+        merges = 0.0
     fused = AttentionKernel(c.FLASH_RATE.value, block, merges=merges)
-    if backend != "auto":
-        return replace(fused, rate=_named_rate(backend), all_pairs=backend == "efficient" and _masked(spec, window))
+    if taken != "auto":
+        return replace(fused, rate=_named_rate(taken), all_pairs=taken == "efficient" and _masked(spec, window))
     choice = choose_kernel(spec, window).kernel
     if choice == "fp32_blocks":  # a short sample has one mask, that hides scores after they were computed
         return AttentionKernel(None, block, all_pairs=whole and length <= DENSE_MASK_TOKENS, fp32=True)
@@ -88,8 +90,8 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     return replace(fused, all_pairs=choice == "dense_mask")
 
 
-def _named_rate(backend: str) -> float:
-    """Return the rate of a backend of `model.attention_backend`, of cuDNN's."""
+def _named_rate(backend: TakenBackend) -> float:
+    """Return the rate of a backend other than auto, of cuDNN's."""
     if backend in ("cudnn", "te"):  # Transformer Engine prefers cuDNN's from Hopper on
         return 1.0
     # FlashAttention 2 is torch's flash attention too; a machine with FlashAttention 3 is faster.

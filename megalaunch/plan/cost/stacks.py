@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from megalaunch.plan.attention_backends import describe_backend
+from megalaunch.plan.attention_choice import describe_backend
 from megalaunch.plan.cost.constants import Constant
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import TRITON_DEVICES

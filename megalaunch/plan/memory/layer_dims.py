@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, computes_scores
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
+from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, computes_scores, taken_backend
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
@@ -54,7 +55,8 @@ class LayerDims:
         matmul_input_bytes: bytes of a matmul's saved input, 1 for fp8.
         input_copies: how often an input that projections share is saved.
         residual_bytes: bytes of the residual stream.
-        attention_output_copies: saved copies of attention's output; those of split documents are saved once more.
+        attention_output_copies: saved copies of attention's output; those of split documents, and of a rank's two
+            chunks if each is a call, are saved once more.
         num_heads: query heads.
         saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
         activation_gradients: gradients of inner values allocated at once in its backward.
@@ -138,6 +140,7 @@ class DtypesAndGroups:
     dynamic_cp: bool
     moe_load_imbalance: float
     rows_are_sent: bool
+    attention_backend: TakenBackend
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
@@ -161,6 +164,7 @@ class DtypesAndGroups:
             dynamic_cp=dynamic_cp,
             moe_load_imbalance=p.moe_load_imbalance,
             rows_are_sent=p.moe_token_dispatcher_type == "alltoall",
+            attention_backend=taken_backend(spec),
         )
 
 
@@ -193,7 +197,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         key_width=query if latent else groups * head_dim,
         value_width=value,
         attention_output_width=local_heads * mla.v_head_dim if latent else local_heads * head_dim,
-        attention_output_copies=1.5 if dtypes.dynamic_cp else 1.0,
+        attention_output_copies=1.5 if dtypes.dynamic_cp else 2.0 if _is_called_by_chunk(dtypes) else 1.0,
         num_heads=local_heads,
         ffn_width=model.ffn_hidden_size / tp,
         expert_ffn_width=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
@@ -227,12 +231,17 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     )
 
 
+def _is_called_by_chunk(dtypes: DtypesAndGroups) -> bool:
+    """Return whether each of a rank's two chunks of a sample is a call over all of its keys, after an all-gather."""
+    return dtypes.attention_backend in RUN_BACKENDS and dtypes.cp > 1 and dtypes.cp_comm_type == "allgather"
+
+
 def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:
     """Return the saved keys and values of a rank, relative to those of its own tokens.
 
     An all-gather saves those of all cp ranks; an all-to-all repeats heads if there are fewer groups than ranks.
     """
-    if dtypes.dynamic_cp:
+    if dtypes.dynamic_cp or (_is_called_by_chunk(dtypes) and dtypes.reset_attention_mask):
         return dtypes.cp + 0.5  # of both chunks of a document, each with the keys up to its end
     if dtypes.cp_comm_type == "allgather":
         return dtypes.cp
@@ -243,7 +252,7 @@ def _repeated_kv_shards(
     model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile, groups: float
 ) -> float:
     """Return what `_saved_kv_shards` grows by where a kernel takes no groups of heads."""
-    takes_no_groups = model.attention_backend == "efficient" or _has_dense_mask(model, kind, dtypes, profile)
+    takes_no_groups = dtypes.attention_backend == "efficient" or _has_dense_mask(model, kind, dtypes, profile)
     if model.mla.kv_lora_rank is not None or not (profile.repeats_masked_kv and takes_no_groups):
         return 0.0
     return model.num_attention_heads / dtypes.tp / groups - _saved_kv_shards(dtypes, groups)
@@ -264,7 +273,7 @@ def _saved_bytes_per_head(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups
     """
     if profile.unfused_attention:
         return dtype_bytes(dtypes.compute_dtype) * min(dtypes.sequence_length, kind.window or dtypes.sequence_length)
-    if not _is_unfused(model, dtypes):
+    if not _is_unfused(dtypes):
         return 0.0
     width = dtype_bytes(dtypes.compute_dtype)
     capped = width if model.attn_logit_softcapping else 0
@@ -280,9 +289,9 @@ def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> fl
     return (8 - freed) * heads * dtypes.sequence_length
 
 
-def _is_unfused(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
+def _is_unfused(dtypes: DtypesAndGroups) -> bool:
     """Return whether attention holds all scores: math, over whole samples (under cp, after an all-to-all)."""
-    return model.attention_backend == "math" and _attends_over_samples(dtypes)
+    return dtypes.attention_backend == "math" and _attends_over_samples(dtypes)
 
 
 def _mask_keys(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> float:
@@ -302,7 +311,7 @@ def _has_dense_mask(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, prof
     The others compute the blocks of queries and keys that see each other (engine/model/attention/block_mask.py).
     """
     length = dtypes.sequence_length
-    if length > profile.dense_mask_tokens or model.attention_backend not in ("auto", "efficient"):
+    if length > profile.dense_mask_tokens or dtypes.attention_backend not in ("auto", "efficient"):
         return False
     masked = dtypes.reset_attention_mask or (kind.window or length) < length
     return masked and _attends_over_samples(dtypes) and not _needs_score_mod(model)
@@ -317,7 +326,7 @@ def _score_bytes(
     Attention works on a block of queries; a ring on the keys of one rank at a time. Logit softcapping saves a
     derivative, dropout one byte per score.
     """
-    if _is_unfused(model, dtypes):
+    if _is_unfused(dtypes):
         return _unfused_peak(model, dtypes, heads)
     if not (_computes_scores(model, dtypes) and profile.query_block):
         return 0.0
@@ -329,8 +338,8 @@ def _score_bytes(
 
 def _computes_scores(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
     """Return whether scores are computed in fp32, by blocks of queries."""
-    if model.attention_backend != "auto":
-        return model.attention_backend == "math"
+    if dtypes.attention_backend != "auto":
+        return dtypes.attention_backend == "math"
     if dtypes.dynamic_cp:  # attends to short documents, and to the first part of long ones, as to whole samples
         return computes_scores(model, True, min(dtypes.sequence_length, DENSE_MASK_TOKENS))
     return computes_scores(model, _attends_over_samples(dtypes), dtypes.sequence_length)
@@ -377,7 +386,7 @@ def _saved_weight_keys(
     if dtypes.dynamic_cp:
         share, tokens = 0.5, dtypes.sequence_length / (2 * dtypes.cp)
     full_attention = kind.window is None or kind.window >= tokens
-    if model.attention_backend != "auto":
+    if dtypes.attention_backend != "auto":
         return 0.0
     if dtypes.compute_dtype != "fp32" or _needs_score_mod(model) or masked or not (all_keys and full_attention):
         return 0.0

@@ -9,6 +9,7 @@ from megalaunch.plan.attention_backends import (
     DENSE_MASK_TOKENS,
     BackendFacts,
     device_of,
+    exchanges,
     has_kernels_for,
     head_size,
     serving_backends,
@@ -123,11 +124,10 @@ def backend_context(at: RuleContext) -> Iterator[Violation]:
         message = "dynamic context parallelism selects the kernel of each document: attention_backend is auto"
         yield Violation(_KEY, message, {"cp": parallel.cp}, ({_KEY: "auto"},))
         return
-    given, served, where = parallel.cp_comm_type, facts.exchanges, ""
+    served, where = facts.exchanges, ""
     if facts.masked_exchanges is not None and (_has_window(at) or at.spec.data.reset_attention_mask):
         served, where = facts.masked_exchanges, " in sliding windows and packed documents"
-    kinds = given if isinstance(given, tuple) else (given,)
-    for kind in dict.fromkeys(kind for kind in kinds if kind not in served):
+    for kind in sorted(exchanges(at.spec).difference(served)):
         message = f"{name} attention does not work with cp_comm_type {kind}{where}"
         fixes = (*_other_backends(at), {"parallel.cp_comm_type": "a2a"})
         yield Violation(_KEY, message, {"cp_comm_type": kind}, fixes)

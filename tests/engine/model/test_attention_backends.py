@@ -20,8 +20,8 @@ from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.parallel import context_parallel
 from megalaunch.engine.parallel.context_parallel import ContextParallel
 from megalaunch.kernels.flash_attention import FLASH_KERNELS
-from megalaunch.plan import attention_backends
-from megalaunch.plan.attention_backends import choose_kernel
+from megalaunch.plan import attention_choice
+from megalaunch.plan.attention_choice import choose_kernel
 from megalaunch.schema import with_values
 
 TOKENS = 24
@@ -148,7 +148,7 @@ PLANNED = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("scores", SCORES)
 def test_the_planner_names_the_kernel_of_the_engine(scores, mask, length, exchange, kernels, monkeypatch):
-    for module in (core, attention_backends):
+    for module in (core, attention_choice):
         monkeypatch.setattr(module, "DENSE_MASK_TOKENS", TOKENS)
     documents, window = MASKS[mask]
     spec = with_values(

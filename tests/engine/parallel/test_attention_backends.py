@@ -9,6 +9,9 @@ from attention_packages import forget_packages, stand_in_for_attention_packages
 from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 from torch.nn.attention import flex_attention
+from varlen_stand_in import varlen_on_cpu
+
+from megalaunch.engine.parallel import context_parallel, parallelize
 
 PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
 WINDOWS = {"model__sliding_window": 5, "model__sliding_window_pattern": 2}
@@ -45,6 +48,8 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("flash_attn", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
     ("flash_attn", "cp2 allgather, soft caps"): _cp("allgather") | CAPS,
     ("flash_attn", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("varlen", "tp2 sp, documents, recompute"): TP_SP | PACKED | WINDOWS | RECOMPUTE,
+    ("varlen", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
     ("te", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
     ("te", "tp2 sp, documents"): TP_SP | PACKED,
     ("te", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
@@ -68,14 +73,20 @@ SLOW = [("flash_attn", "tp2 sp, soft caps, documents"), ("te", "cp2 allgather, d
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
     stand_in_for_attention_packages(monkeypatch)
-    yield
+    with varlen_on_cpu():
+        yield
     forget_packages()
 
 
 @pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, slow=SLOW, one_in=3))
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
+    case = CASES[backend, layout]
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
-    values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | CASES[backend, layout]
+    if backend == "varlen":  # what a run on a GPU takes by itself
+        for module in (parallelize, context_parallel):
+            monkeypatch.setattr(module, "taken_backend", lambda spec: "varlen")
+        backend = "auto"
+    values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | case
     hold_to_one_process(small_spec(**few_samples(values)), prepare=shake)
 
 

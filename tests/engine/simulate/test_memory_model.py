@@ -52,9 +52,11 @@ MATH = "model.attention_backend=math"
 SINKS = "model.attention_sinks=true"
 OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
+ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
 ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
 WINDOW = "model.sliding_window=512"
 PACKED = "data.reset_attention_mask=true"
+SOFT_CAP = "model.attn_logit_softcapping=30"
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ CASES = [
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH)),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH), precision="fp32"),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH), shape=LATENT),
-    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH, "model.attn_logit_softcapping=30", SINKS)),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH, SOFT_CAP, SINKS)),
     Case("tp4sp", 4, (8, 4, 1024), LAYER, (MATH,), shape=DROPPING),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
@@ -150,15 +152,26 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash_attn", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
-    Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP)),  # keys and values of every head
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED)),  # all documents in one call
+    Case("cp4", 4, (4, 2, 4096), LOSS, (FEW_WORDS, PACKED, "parallel.cp_comm_type=allgather", *ALL_KEYS)),  # by chunk
+    Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED), shape=LATENT),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # FlexAttention
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW, "model.sliding_window_pattern=2")),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, "parallel.cp_comm_type=allgather")),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # a ring has none: scores in fp32
+    Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP), platform="mi300x"),  # k and v of every head
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]")),
+    Case(
+        "dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]"), platform="mi300x"
+    ),
     Case("dp", 1, (8, 1, 2048), LOSS, (FEW_WORDS, WINDOW, *ONE_GROUP)),  # and a mask for each row
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, WINDOW, "model.sliding_window_pattern=2")),
     Case("dp", 1, (4, 2, 2048), LAYER, (FEW_WORDS, WINDOW, "model.attention_backend=efficient")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient")),
-    Case("tp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED)),
-    Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a")),
+    Case("tp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), platform="mi300x"),
+    Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a"), platform="mi300x"),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, SINKS)),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS)),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, WINDOW, PACKED)),
@@ -290,7 +303,7 @@ CASES += [
     Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS, "model.attention_backend=cudnn")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),  # whole documents: one on each rank
     Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),
-    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "model.attn_logit_softcapping=30", *DEALT)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, *DEALT)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Core attention by the backend that `model.attention_backend` names; what torch selects itself (auto) is in core.py.
+"""Core attention by the backend that a run takes (plan/attention_choice.py); what torch selects itself is in core.py.
 
 A backend serves a mask and a score modification, or raises: none is replaced by another. The rule attention.backend
 refuses before the start what would raise here (plan/attention_backends.py).
@@ -23,8 +23,9 @@ from megalaunch.engine.model.attention.package_attention import PackageKernel, p
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.model.attention.transformer_engine import load_te_attention
 from megalaunch.engine.model.attention.unfused_attention import unfused_attention
+from megalaunch.engine.model.attention.varlen_attention import load_varlen_attention
 from megalaunch.kernels.causal_attention import FusedBackend, sdpa_by
-from megalaunch.schema.model import AttentionBackend
+from megalaunch.plan.attention_choice import TakenBackend
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class SampleMask:
         return causal_document_mask(positions, positions, self.documents_BS, self.documents_BS, self.window)
 
 
-PACKAGE_KERNELS: Mapping[AttentionBackend, Callable[[], PackageKernel]] = MappingProxyType(
-    {"flash_attn": load_flash_attn, "te": load_te_attention}
+RUN_KERNELS: Mapping[TakenBackend, Callable[[], PackageKernel]] = MappingProxyType(
+    {"flash_attn": load_flash_attn, "te": load_te_attention, "varlen": load_varlen_attention}
 )
-"""Imports the package of a backend, once, or raises an UnknownPackage."""
+"""Imports the kernel of a backend that is called on whole runs of queries, once, or raises an UnknownPackage."""
 
-NEED_LENGTHS: frozenset[AttentionBackend] = frozenset({"flash", *PACKAGE_KERNELS})
+NEED_LENGTHS: frozenset[TakenBackend] = frozenset({"flash", *RUN_KERNELS})
 """The backends that need the lengths of packed documents, whatever the length of a sample."""
 
 
-def attention_by(backend: AttentionBackend, mask: SampleMask) -> AttentionFn:
+def attention_by(backend: TakenBackend, mask: SampleMask) -> AttentionFn:
     """Return attention over whole samples by a backend other than auto."""
     return _ATTENTION[backend](mask)
 
@@ -99,9 +100,9 @@ def _flex_attention(mask: SampleMask) -> AttentionFn:
     return flex_attention_by_position(tokens, tokens, mask.documents_BS, mask.window)
 
 
-def _package(backend: AttentionBackend, mask: SampleMask) -> AttentionFn:
-    """The kernel of another package, with packed documents by their lengths."""
-    return package_attention(PACKAGE_KERNELS[backend], (range(mask.num_tokens),), mask.lengths_by_row, mask.window)
+def _package(backend: TakenBackend, mask: SampleMask) -> AttentionFn:
+    """A kernel that is called on whole runs of queries, with packed documents by their lengths."""
+    return package_attention(RUN_KERNELS[backend], (range(mask.num_tokens),), mask.lengths_by_row, mask.window)
 
 
 def _math(mask: SampleMask) -> AttentionFn:
@@ -116,13 +117,13 @@ def _math(mask: SampleMask) -> AttentionFn:
     return attend
 
 
-_ATTENTION: Mapping[AttentionBackend, Callable[[SampleMask], AttentionFn]] = MappingProxyType(
+_ATTENTION: Mapping[TakenBackend, Callable[[SampleMask], AttentionFn]] = MappingProxyType(
     {
         "flash": _flash_attention,
         "cudnn": partial(_sdpa, "cudnn"),
         "efficient": partial(_sdpa, "efficient"),
         "flex": _flex_attention,
         "math": _math,
-        **{backend: partial(_package, backend) for backend in PACKAGE_KERNELS},
+        **{backend: partial(_package, backend) for backend in RUN_KERNELS},
     }
 )

@@ -25,7 +25,7 @@ from megalaunch.engine.model.attention.online_softmax import attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
-from megalaunch.schema.model import AttentionBackend
+from megalaunch.plan.attention_choice import TakenBackend
 
 
 class ContextParallelism(Protocol):
@@ -51,11 +51,11 @@ class ContextParallelism(Protocol):
 class NoContextParallel:
     """No context parallelism: every rank holds all tokens of its samples. `lengths` reads document ids.
 
-    `backend` is the kernel of attention (`model.attention_backend`).
+    `backend` is the kernel of attention that the run takes.
     """
 
     lengths: DocumentLengths = document_lengths
-    backend: AttentionBackend = "auto"
+    backend: TakenBackend = "auto"
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return 0, 1, ..."""
@@ -83,7 +83,7 @@ def whole_sample_attention(
     documents_BS: Tensor | None,
     lengths_by_row: tuple[tuple[int, ...], ...] | None,
     window: int | None,
-    backend: AttentionBackend = "auto",
+    backend: TakenBackend = "auto",
 ) -> AttentionFn:
     """Return causal attention on a rank that holds all tokens of its samples.
 
@@ -93,7 +93,7 @@ def whole_sample_attention(
         lengths_by_row: The lengths of the documents of each sample; needed by `NEED_LENGTHS` and in samples above
             `DENSE_MASK_TOKENS`.
         window: The sliding window in tokens; None: full attention.
-        backend: The kernel (`model.attention_backend`).
+        backend: The kernel.
     """
     if backend != "auto":
         return attention_by(backend, SampleMask(num_tokens, documents_BS, lengths_by_row, window))

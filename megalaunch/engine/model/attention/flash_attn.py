@@ -18,16 +18,14 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.engine.model.attention.package_attention import Pieces, UnknownPackage, require_plain_scores
+from megalaunch.engine.model.attention.package_attention import Pieces, UnknownPackage, one_width, require_plain_scores
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.platform.package_interface import missing_names
 
 FLASH_ATTENTION_2, FLASH_ATTENTION_3 = "flash_attn", "flash_attn_interface"
 _HOPPER = 9  # the major number of its compute capability
-_ALIGNMENT = 8  # the kernels take head dims that it divides
 _DETERMINISTIC_HEAD_DIM = 192  # FlashAttention 3 has no deterministic backward pass of wider heads
 
 _SETTINGS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
@@ -71,7 +69,7 @@ class FlashAttn:
     def attend(self, q_BSND: Tensor, k_BTGD: Tensor, v_BTGF: Tensor, window: int | None, scoring: ScoreMod) -> Tensor:
         """Attend with the last S of T positions, [B, S, N, F]."""
         settings, width = self._settings(q_BSND, window, scoring), v_BTGF.shape[-1]
-        return self.dense(*_one_width(q_BSND, k_BTGD, v_BTGF), **settings)[..., :width]
+        return self.dense(*one_width(q_BSND, k_BTGD, v_BTGF), **settings)[..., :width]
 
     def attend_pieces(
         self, q_sND: Tensor, k_tGD: Tensor, v_tGF: Tensor, pieces: Pieces, window: int | None, scoring: ScoreMod
@@ -79,7 +77,7 @@ class FlashAttn:
         """Attend within each piece, [s, N, F]."""
         settings, width = self._settings(q_sND, window, scoring), v_tGF.shape[-1]
         return self.varlen(
-            *_one_width(q_sND, k_tGD, v_tGF),
+            *one_width(q_sND, k_tGD, v_tGF),
             cu_seqlens_q=pieces.cumulative_queries,
             cu_seqlens_k=pieces.cumulative_keys,
             max_seqlen_q=max(pieces.queries),
@@ -102,13 +100,6 @@ class FlashAttn:
             "softcap": scoring.soft_cap or 0.0,
             "deterministic": deterministic,
         }
-
-
-def _one_width(*inputs: Tensor) -> list[Tensor]:
-    """Return queries, keys and values of one head dim that the kernels take, padded with zeros."""
-    width = max(x.shape[-1] for x in inputs)
-    width += -width % _ALIGNMENT
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in inputs]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Core attention by a kernel of another package, called on whole runs of queries.
+"""Core attention by a kernel of another package, or by torch's of packed documents, called on whole runs of queries.
 
 A call computes contiguous queries over the keys up to the last of them, under a causal mask that is aligned to the last
 query and key. It serves whole samples, and after an all-gather each of the two chunks of a context-parallel rank.
@@ -17,12 +17,15 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.engine.model.attention.block_mask import Runs
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.platform.host_copy import copy_to_device
 from megalaunch.kernels.forms import kernel_forms
+
+_ALIGNMENT = 8  # flash attention takes head dims that it divides
 
 
 class UnknownPackage(RuntimeError):
@@ -45,7 +48,7 @@ class Pieces:
     @cached_property
     def cumulative_keys(self) -> Tensor:
         """Where the pieces begin and end among all keys, int32 [pieces + 1]."""
-        return self._cumulative(self.keys)
+        return self.cumulative_queries if self.keys == self.queries else self._cumulative(self.keys)
 
     def _cumulative(self, lengths: tuple[int, ...]) -> Tensor:
         return copy_to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), self.device)
@@ -85,9 +88,7 @@ def package_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         form = kernel_forms().attention
-        if form is not None:
-            return form(q, k, v, None)
-        kernel = load()
+        kernel = load() if form is None else _PrescribedKernel(form)
         q_BSND, k_BTGD, v_BTGF = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         parts = torch.split_with_sizes(q_BSND, [len(run.positions) for run in runs], dim=1)
         outputs = [
@@ -96,6 +97,25 @@ def package_attention(
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).transpose(1, 2)
 
     return attend
+
+
+@dataclass(frozen=True)
+class _PrescribedKernel:
+    """The form that a simulation prescribes, called as a package's kernel is."""
+
+    form: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    description = "simulated"
+
+    def attend(self, q_BSND: Tensor, k_BTGD: Tensor, v_BTGF: Tensor, window: int | None, scoring: ScoreMod) -> Tensor:
+        """Allocate what a call on whole rows does."""
+        q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BTGD, v_BTGF))
+        return self.form(q, k, v, None).transpose(1, 2)
+
+    def attend_pieces(
+        self, q_sND: Tensor, k_tGD: Tensor, v_tGF: Tensor, pieces: Pieces, window: int | None, scoring: ScoreMod
+    ) -> Tensor:
+        """Allocate what a call on pieces does: as much as on one row of as many tokens."""
+        return self.attend(q_sND[None], k_tGD[None], v_tGF[None], window, scoring)[0]
 
 
 class _Run:
@@ -116,13 +136,17 @@ class _Run:
         if self._pieces is None:  # one for all layers with this window
             queries, keys = (tuple(x for row in self._rows for x in row[side]) for side in (0, 1))
             self._pieces = Pieces(queries, keys, q.device)
-        k_tGD, v_tGF = (
-            torch.cat([row[stop - sum(keys) : stop] for row, (_, keys) in zip(x, self._rows, strict=True)])
-            for x in (k, v)
-        )
+        k_tGD, v_tGF = (_of_pieces(x, stop, [sum(keys) for _, keys in self._rows]) for x in (k, v))
         return kernel.attend_pieces(q.flatten(0, 1), k_tGD, v_tGF, self._pieces, window, scoring).view(
             *q.shape[:-1], v.shape[-1]
         )
+
+
+def _of_pieces(x_BTGD: Tensor, stop: int, counts: Sequence[int]) -> Tensor:
+    """Return the last so many keys or values before `stop` of each row, [t, G, D]: of whole samples no copy."""
+    if all(count == x_BTGD.shape[1] for count in counts):
+        return x_BTGD.flatten(0, 1)
+    return torch.cat([row[stop - count : stop] for row, count in zip(x_BTGD, counts, strict=True)])
 
 
 def _cut(lengths: tuple[int, ...], run: range) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -134,6 +158,13 @@ def _cut(lengths: tuple[int, ...], run: range) -> tuple[tuple[int, ...], tuple[i
             queries.append(stop - first)
             keys.append(stop - (end - length))
     return tuple(queries), tuple(keys)
+
+
+def one_width(*inputs: Tensor) -> list[Tensor]:
+    """Return queries, keys and values of one head dim that flash attention takes, padded with zeros."""
+    width = max(x.shape[-1] for x in inputs)
+    width += -width % _ALIGNMENT
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in inputs]
 
 
 def require_plain_scores(scoring: ScoreMod, backend: str, soft_cap: bool) -> None:
