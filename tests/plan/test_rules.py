@@ -1,5 +1,6 @@
 """How findings are found together: order, origins, fixes that are proven, purposes. (Each rule alone: rule_cases.)"""
 
+import shlex
 import time
 from dataclasses import replace
 
@@ -37,6 +38,13 @@ def test_addresses_and_names_on_hubs_are_no_paths():
     assert findings("checkpoint.load_pretrained=hf://a/b", "tokenizer.path=hf://a/b", "data.corpus=hf://a/b") == []
     (finding,) = findings("tokenizer.path=meta-llama/Llama-3.1-8B")
     assert "a tokenizer of the Hugging Face Hub is hf://" in finding.message
+
+
+def test_the_reference_that_replaces_a_secret_can_be_pasted():
+    pods = ("launcher=kubernetes", "launcher.kubernetes.image=x")
+    (finding,) = findings(*pods, "launcher.kubernetes.environment=['HF_TOKEN=x']")
+    reference = finding.message.partition("write ")[2].replace("SECRET/KEY", "hub/token")
+    assert findings(*pods, *shlex.split(reference)) == []
 
 
 def test_a_learning_rate_that_is_far_too_high_has_a_fix():

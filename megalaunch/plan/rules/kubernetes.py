@@ -91,7 +91,7 @@ def secret_values(settings: KubernetesSpec) -> Iterator[Violation]:
             yield Violation(
                 "launcher.kubernetes.environment",
                 f"{name} looks like a secret, whose value would be in the manifest: keep it in a secret of the "
-                f"namespace, and write launcher.kubernetes.secrets=[{name}=SECRET/KEY]",
+                f"namespace, and write \"launcher.kubernetes.secrets=['{name}=SECRET/KEY']\"",
                 fixes=({"launcher.kubernetes.environment": kept},),
             )
 
