@@ -205,11 +205,17 @@ REFUSED = [
     ),
     (
         "create --dry-run=server",
+        'error: error validating "x": error validating data: ValidationError(Job.spec): unknown field "completionMode"',
+        "fix:  update the cluster: kind=job needs Kubernetes 1.31, or 1.26 with beta features",
+    ),
+    (
+        "create --dry-run=server",
         "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
         "fix:  `kubectl get pods` must work here: choose a cluster by launcher.kubernetes.context",
     ),
     (
         "create",
+        "Warning: batch/v1 Job is old\n"
         'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot create resource "jobs"',
         "fix:  ask for the right to create it, or name another launcher.kubernetes.namespace",
     ),
@@ -236,6 +242,7 @@ def test_what_the_cluster_refuses_is_explained(cluster, tmp_path, verb, message,
     assert done.exit_code == 2
     assert "error: kubectl: " in done.stderr
     assert told in done.stderr
+    assert "Warning" not in done.stderr
     assert not RunDirectory(tmp_path / "run").job.exists()
     deleted = [words for words in cluster.calls if "delete" in words]
     assert bool(deleted) == (verb == "create")  # nothing of a half-created manifest is left

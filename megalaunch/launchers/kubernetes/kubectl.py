@@ -19,6 +19,8 @@ _FIXES = (
     ("context was not found", "`kubectl config get-contexts` lists the values of launcher.kubernetes.context"),
     ("does not exist", "`kubectl config get-contexts` lists the values of launcher.kubernetes.context"),
     ("no matches for kind", "install its controller in the cluster, or set launcher.kubernetes.kind=job"),
+    ("unknown field", "update the cluster: kind=job needs Kubernetes 1.31, or 1.26 with beta features"),
+    (" is invalid: ", "change the setting of launcher.kubernetes that it names: --dry-run prints the manifest"),
     ('namespaces "', "create the namespace, or name another in launcher.kubernetes.namespace"),
     ("Forbidden", "ask for the right to create it, or name another launcher.kubernetes.namespace"),
     ("AlreadyExists", "`kubectl delete` it, or name another run.name"),
@@ -54,7 +56,8 @@ def kubectl(options: Sequence[str], *words: str) -> str:
 
 
 def _failure(text: str) -> LauncherError:
-    lines = [re.sub(r"^(error: |Error from server )+", "", line).strip() for line in text.splitlines()]
+    told = [line for line in text.splitlines() if not line.startswith("Warning: ")]  # such as of old kinds
+    lines = [re.sub(r"^(error: |Error from server )+", "", line).strip() for line in told]
     message = "; ".join(line for line in lines if line) or "failed without a message"
     if "(NotFound)" in message and 'namespaces "' not in message:
         return NotFoundError(f"kubectl: {message}")
