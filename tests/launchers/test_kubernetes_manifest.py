@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kubernetes_jobs import FULL, job_of
 from mini_kubelet import _expanded
 
 from megalaunch.launchers.kubernetes import detached_pod, pod_task
@@ -17,31 +18,6 @@ from megalaunch.launchers.kubernetes.manifest import manifest, manifest_text, ob
 from megalaunch.launchers.kubernetes.tasks import DetachedKubernetesTasks, KubernetesTasks
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.tasks import TaskSet
-from megalaunch.schema.kubernetes import KubernetesSpec
-from megalaunch.schema.launcher import LauncherSpec
-
-FULL = {
-    "image": "me/image:1",
-    "namespace": "team",
-    "service_account": "trainer",
-    "image_pull_secrets": ("registry",),
-    "working_dir": "/work",
-    "volumes": ("data:/work", "/mnt/local:/scratch:ro"),
-    "shm": "64Gi",
-    "environment": ("NCCL_DEBUG=INFO", "GREETING=$(NNODES) $$ $HOME"),
-    "secrets": ("HF_TOKEN=hugging-face/token",),
-    "cpu": "96",
-    "memory": "900Gi",
-    "node_selector": ("gpu=h100", "example.com/zone=a"),
-    "tolerations": ("nvidia.com/gpu:NoSchedule", "team=llm", "any"),
-    "queue": "training",
-}
-
-
-def job_of(arguments: tuple[str, ...] = ("train", "recipe=tiny"), devices: int = 8, **kubernetes: object) -> Job:
-    settings = LauncherSpec(name="kubernetes", kubernetes=KubernetesSpec(**{"image": "me/image:1", **kubernetes}))
-    where = Path("/runs/a"), Path("/home/me")
-    return Job("llama", 2, devices, arguments, *where, settings, "nvidia.com/gpu")
 
 
 def pod_template(job: Job) -> dict:

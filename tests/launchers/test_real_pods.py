@@ -1,23 +1,33 @@
-"""The commands of a manifest run as processes: a run survives its pods, resumes exactly, and leaves nothing."""
+"""The commands of a manifest run as processes: a run survives its pods, resumes exactly, and leaves nothing.
+
+The manifest is created in a stand-in for kubectl's cluster, and in a real API server where one is built.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from cluster_runs import LENGTH, call, losses_of
 from fake_kubectl import FakeKubectl
 from launching import steps_of, wait_until
 from mini_kubelet import running_pods
+from mini_kubernetes import mini_kubernetes
 from slow_cases import slow_but
 from training import tiny_overrides
+from typer.testing import CliRunner
 
+from megalaunch.cli.app import app
 from megalaunch.launchers.record import read_record
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = pytest.mark.slow
+CANARY = "canary-of-a-token"
 
 
 @pytest.fixture
@@ -72,4 +82,60 @@ def test_stop_lets_the_pods_save_and_the_command_continues(cluster, tmp_path, un
     assert call(tmp_path, "train", *overrides, "--detach")[0] == 0
     with running_pods(cluster, read_record(run.job).id, tmp_path):
         assert call(tmp_path, "watch", str(run.root))[0] == 0
+    assert losses_of(run) == undisturbed
+
+
+@pytest.fixture
+def kubernetes(tmp_path_factory, monkeypatch):
+    with mini_kubernetes(tmp_path_factory.mktemp("kubernetes")) as real:
+        for name, value in real.variables.items():
+            monkeypatch.setenv(name, value)
+        yield real
+
+
+def shown(*arguments):
+    """What a command prints, in this process: a run would have ended before another one has started."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_jobset_of_a_real_api_server_is_shown_stopped_and_resumed_exactly(
+    kubernetes, tmp_path, undisturbed, monkeypatch
+):
+    """Stopped once, then a killed pod: the losses of an undisturbed run, and the token in its secret alone."""
+    run = RunDirectory(tmp_path / "run")
+    kubernetes.create("secret", {"metadata": {"name": "hub"}, "stringData": {"token": CANARY}})
+    overrides = tiny_overrides(tmp_path, *pods("jobset"), "launcher.kubernetes.secrets=['HF_TOKEN=hub/token']")
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as here:
+        here.setenv("HF_TOKEN", CANARY)
+        shown("train", *overrides, "--detach")
+    job = read_record(run.job).id
+    assert kubernetes.read(job)["spec"] == yaml.safe_load(run.manifest.read_text())["spec"]
+    with running_pods(kubernetes, job, tmp_path) as kubelet:
+        wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 4, 180)
+        assert "  state    RUNNING (on worker-0,worker-1)" in shown("status", run.root)
+        assert job in shown("list", tmp_path)
+        assert "step " in shown("logs", run.root)
+        kept = json.dumps([kubernetes.items(kind) for kind in ("jobset", "pod", "event")])
+        environment = Path(f"/proc/{kubelet.pods[0].process.pid}/environ").read_bytes()
+        with kubelet.paused():
+            assert shown("stop", run.root) == f"job {job} is deleted; its pods save a checkpoint and end\n"
+        wait_until(run.outcome.exists, 60)
+        wait_until(lambda: kubernetes.items("pod") == [], 60)
+    assert "  state    DELETED (not known to Kubernetes any more)" in shown("status", run.root)
+    outcome = read_outcome(run.outcome)
+    assert (outcome.exit_code, run.checkpoint(outcome.step).is_dir()) == (75, True)
+    assert f"HF_TOKEN={CANARY}".encode() in environment
+    assert "secretKeyRef" in kept
+    assert CANARY not in kept + run.manifest.read_text()
+    shown("train", *overrides, "--detach")
+    with running_pods(kubernetes, read_record(run.job).id, tmp_path) as kubelet:
+        wait_until(lambda: len(steps_of(run)) > outcome.step + 24, 180)
+        kubelet.kill(1)
+        code, output = call(tmp_path, "watch", str(run.root))
+        assert code == 0, output + shown("logs", run.root)
+        assert len(kubelet.started) >= 4  # node 0 has ended with node 1
+    assert "  state    COMPLETE (on worker-0,worker-1, restart 1)" in shown("status", run.root)
     assert losses_of(run) == undisturbed

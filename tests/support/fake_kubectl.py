@@ -34,15 +34,26 @@ class FakeKubectl:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The object `kind/name`; None if there is none."""
-        path = self.folder / f"{name.replace('/', '_')}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        try:
+            return json.loads((self.folder / f"{name.replace('/', '_')}.json").read_text())
+        except FileNotFoundError:  # or removed since its name was listed
+            return None
 
-    def write(self, name: str, found: dict[str, Any]) -> None:
-        """Create or replace an object; readers see all of it."""
+    def write(self, name: str, found: dict[str, Any]) -> dict[str, Any]:
+        """Create or replace an object, and return it; readers see all of it."""
         path = self.folder / f"{name.replace('/', '_')}.json"
         new = path.with_suffix(".new")
         new.write_text(json.dumps(found))
         new.replace(path)
+        return found
+
+    def is_deleted(self, name: str) -> bool:
+        """Whether an object is gone, as pods are with their job."""
+        return True
+
+    def remove(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        (self.folder / f"{name.replace('/', '_')}.json").unlink(missing_ok=True)
 
     def names(self, kind: str) -> list[str]:
         """The names of all objects of a kind."""
@@ -85,10 +96,10 @@ def answer(folder: str, words: list[str]) -> int:
             found["metadata"] |= {"namespace": namespace, "uid": f"uid-{number}"}
             cluster.write(f"{found['kind'].lower()}/{found['metadata']['name']}", found)
     elif verb == "get" and names == ["pods"]:
-        print(json.dumps({"items": [cluster.read(f"pod/{name}") for name in _selected(cluster, options)]}))
+        print(json.dumps({"items": _selected(cluster, options)}))
     elif verb == "delete" and names == ["pods"]:
-        for name in _selected(cluster, options):
-            (cluster.folder / f"pod_{name}.json").unlink(missing_ok=True)
+        for pod in _selected(cluster, options):
+            cluster.remove(f"pod/{pod['metadata']['name']}")
     elif verb == "logs":
         if not cluster.log(names[0]).exists():
             print("Error from server (BadRequest): container is waiting to start", file=sys.stderr)
@@ -119,7 +130,7 @@ def _one(cluster: FakeKubectl, verb: str, names: list[str], options: dict[str, s
     return 0
 
 
-def _selected(cluster: FakeKubectl, options: dict[str, str]) -> list[str]:
+def _selected(cluster: FakeKubectl, options: dict[str, str]) -> list[dict[str, Any]]:
     label, _, value = options["--selector"].partition("=")
-    pods = {name: cluster.read(f"pod/{name}") for name in cluster.names("pod")}
-    return [name for name, pod in pods.items() if pod and pod["metadata"]["labels"].get(label) == value]
+    pods = [cluster.read(f"pod/{name}") for name in cluster.names("pod")]
+    return [pod for pod in pods if pod and pod["metadata"]["labels"].get(label) == value]

@@ -1,11 +1,13 @@
 """Run the pods of a Job or a JobSet as processes of this machine: a controller and a kubelet, in a thread.
 
-Each pod has a host name and an /etc/hosts of its own, and an address of the loopback network; its container's command
-runs with the variables, the working directory and the exit-code rules of the manifest. Images and volumes are ignored.
+The controller creates the pods in the cluster, and the kubelet runs what the cluster keeps of them. Each pod has a host
+name and an /etc/hosts of its own, and an address of the loopback network; its container's command runs with the
+variables, the working directory and the exit-code rules of the manifest. Images and volumes are ignored.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -31,15 +33,20 @@ class Cluster(Protocol):
     """Where objects are: a stand-in, or a real API server."""
 
     def read(self, name: str) -> dict[str, Any] | None: ...
-    def write(self, name: str, found: dict[str, Any]) -> None: ...
+    def write(self, name: str, found: dict[str, Any]) -> dict[str, Any]: ...
+    def is_deleted(self, name: str) -> bool: ...
+    def remove(self, name: str) -> None: ...
     def log(self, pod: str) -> Path: ...
 
 
 @dataclass
 class _Pod:
-    name: str
-    index: int
+    made: dict[str, Any]
     process: subprocess.Popen[bytes]
+
+    @property
+    def name(self) -> str:
+        return str(self.made["metadata"]["name"])
 
 
 class MiniKubelet:
@@ -88,15 +95,22 @@ class MiniKubelet:
     def _run(self) -> None:
         while not self._ended.is_set():
             found = self._cluster.read(self._name)
-            if found is None:  # deleted: its pods save and end
-                for pod in self.pods.values():
-                    pod.process.terminate()
-                for pod in self.pods.values():
-                    self._tell_end(pod, pod.process.wait())
+            if found is None:
+                self._remove_all()
                 return
             if not found.get("status", {}).get("conditions"):
                 self._reconcile(found)
             self._ended.wait(0.2)
+
+    def _remove_all(self) -> None:
+        """End the pods of an object that is deleted, when the cluster deletes them too: they save first."""
+        for pod in self.pods.values():
+            while not (self._cluster.is_deleted(f"pod/{pod.name}") or self._ended.wait(0.1)):
+                pass
+            pod.process.terminate()
+        for pod in self.pods.values():
+            self._tell_end(pod, pod.process.wait())
+            self._cluster.remove(f"pod/{pod.name}")
 
     def _reconcile(self, found: dict[str, Any]) -> None:
         job = found["spec"]
@@ -105,13 +119,13 @@ class MiniKubelet:
         ended = {index: pod.process.poll() for index, pod in self.pods.items()}
         for index in range(job["completions"]):
             if index not in self.pods:
-                self._start(job, index)
+                self._start(found, job, index)
             elif ended[index] == 0:
                 self._tell_end(self.pods[index], 0)
             elif ended[index] is not None and not self._failed(found, job, index, int(ended[index])):
                 return
         if len(ended) == job["completions"] and all(code == 0 for code in ended.values()):
-            self._finish(found, "Complete" if self.kind == "job" else "Completed")
+            self._finish(found, "Complete" if self.kind == "job" else "Completed", "all pods have succeeded")
 
     def _failed(self, found: dict[str, Any], job: dict[str, Any], index: int, code: int) -> bool:
         """Apply the rules to a failed pod; False if the object has ended, or all pods start again."""
@@ -147,13 +161,18 @@ class MiniKubelet:
             pod.process.terminate()
         for pod in self.pods.values():
             pod.process.wait()
+            self._cluster.remove(f"pod/{pod.name}")
         self.pods.clear()
+        found["status"] = {"restarts": found.get("status", {}).get("restarts", 0) + 1}
+        self._cluster.write(self._name, found)
         return False
 
-    def _start(self, job: dict[str, Any], index: int) -> None:
-        spec = job["template"]["spec"]
-        (container,) = spec["containers"]
+    def _start(self, found: dict[str, Any], job: dict[str, Any], index: int) -> None:
         stem = self._object if self.kind == "job" else f"{self._object}-node-0"
+        name = f"{stem}-{index}-{len(self.started):05d}"
+        made = self._cluster.write(f"pod/{name}", self._pod(found, job, index, name))
+        spec = made["spec"]
+        (container,) = spec["containers"]
         subdomain = spec.get("subdomain", self._object)
         hosts = self._folder / "hosts"
         lines = [
@@ -161,7 +180,6 @@ class MiniKubelet:
             for n in range(job["completions"])
         ]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
-        name = f"{stem}-{index}-{len(self.started):05d}"
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": os.environ["HOME"],
@@ -170,7 +188,7 @@ class MiniKubelet:
             "JOB_COMPLETION_INDEX": str(index),
         }
         for variable in container["env"]:
-            environment[variable["name"]] = _expanded(variable["value"], environment)
+            environment[variable["name"]] = self._value(variable, environment)
         command = [_expanded(word, environment) for word in container["command"]]
         inside = ["unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh", str(hosts), f"{stem}-{index}", *command]
         with self._cluster.log(name).open("wb") as log:
@@ -183,32 +201,48 @@ class MiniKubelet:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.pods[index] = _Pod(name, index, process)
+        self.pods[index] = _Pod(made, process)
         self.started.append(name)
         self._tell(self.pods[index], "Running", None)
 
-    def _tell(self, pod: _Pod, phase: str, code: int | None) -> None:
+    def _pod(self, found: dict[str, Any], job: dict[str, Any], index: int, name: str) -> dict[str, Any]:
+        """Return the pod of an index, on a node of its own; it is deleted with its object."""
         label = "job-name" if self.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
+        owner = {key: found[key] for key in ("apiVersion", "kind")}
+        owner |= {key: found["metadata"][key] for key in ("name", "uid")}
+        labels = {label: self._object, "batch.kubernetes.io/job-completion-index": str(index)}
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": labels, "ownerReferences": [owner]},
+            "spec": {**job["template"]["spec"], "nodeName": f"worker-{index}"},
+            "status": {"phase": "Pending"},
+        }
+
+    def _value(self, variable: dict[str, Any], environment: dict[str, str]) -> str:
+        """Return the value of a variable, which may be a key of a secret."""
+        if "valueFrom" not in variable:
+            return _expanded(variable.get("value", ""), environment)
+        place = variable["valueFrom"]["secretKeyRef"]
+        secret = self._cluster.read(f"secret/{place['name']}")
+        assert secret is not None
+        return base64.b64decode(secret["data"][place["key"]]).decode()
+
+    def _tell(self, pod: _Pod, phase: str, code: int | None) -> None:
         state = {"running": {}} if code is None else {"terminated": {"exitCode": code}}
-        labels = {label: self._object, "batch.kubernetes.io/job-completion-index": str(pod.index)}
-        self._cluster.write(
-            f"pod/{pod.name}",
-            {
-                "metadata": {"name": pod.name, "labels": labels, "creationTimestamp": pod.name[-5:]},
-                "spec": {"nodeName": f"worker-{pod.index}"},
-                "status": {"phase": phase, "containerStatuses": [{"name": "node", "state": state}]},
-            },
-        )
+        pod.made["status"] = {"phase": phase, "containerStatuses": [{"name": "node", "state": state}]}
+        self._cluster.write(f"pod/{pod.name}", pod.made)
 
     def _tell_end(self, pod: _Pod, code: int) -> None:
         self._tell(pod, "Failed" if code else "Succeeded", 128 - code if code < 0 else code)
 
-    def _finish(self, found: dict[str, Any], condition: str, message: str = "") -> None:
+    def _finish(self, found: dict[str, Any], condition: str, message: str) -> None:
         for pod in self.pods.values():
             if pod.process.poll() is None:
                 pod.process.terminate()
             self._tell_end(pod, pod.process.wait())
-        found["status"] = {"conditions": [{"type": condition, "status": "True", "message": message}]}
+        conditions = [{"type": condition, "status": "True", "message": message}]
+        found["status"] = {**found.get("status", {}), "conditions": conditions}
         self._cluster.write(self._name, found)
 
 
