@@ -1,6 +1,7 @@
-"""Collect the largest differences that parity tests measure, and write the table of docs/reference/parity.md.
+"""Collect the largest differences that parity tests measure, and write their rows of docs/reference/parity.md.
 
-Every comparison with the one-process oracle calls `record`; `scripts/parity --proofs` writes the page.
+Every comparison with the one-process oracle calls `record`; `scripts/parity --proofs` runs those of the page. With
+`pytest --proofs` any of them replaces its rows.
 """
 
 from __future__ import annotations
@@ -43,19 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the table if --proofs was given and all tests passed."""
+    """Write the rows of the tests that ran if --proofs was given and all tests passed."""
     if session.config.getoption("--proofs") and exitstatus == 0:
-        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        PAGE.write_text(before + BEGIN + table(_found) + END + rest.split(END)[1], encoding="utf-8")
+        PAGE.write_text(with_rows(PAGE.read_text(encoding="utf-8"), _found), encoding="utf-8")
 
 
-def table(found: Mapping[str, Proof]) -> str:
-    """Return the table: one row per test, sorted by file."""
-    rows = (
-        f"| {layout_of(test)} | {p.gradients:.1e} | {p.norm:.1e} | {p.parameters:.1e} | {p.validation:.1e} |\n"
-        for test, p in sorted(found.items())
-    )
-    return HEAD + "".join(rows)
+def with_rows(page: str, found: Mapping[str, Proof]) -> str:
+    """Return the page with a row for each test, in place of its earlier one; all other rows stay."""
+    before, rest = page.split(BEGIN)
+    rows, after = rest.split(END)
+    by_layout = {row.split(" | ")[0].removeprefix("| "): f"{row}\n" for row in rows.removeprefix(HEAD).splitlines()}
+    for test, p in found.items():
+        measured = (p.gradients, p.norm, p.parameters, p.validation)
+        by_layout[layout_of(test)] = f"| {layout_of(test)} | {' | '.join(f'{each:.1e}' for each in measured)} |\n"
+    return before + BEGIN + HEAD + "".join(row for _, row in sorted(by_layout.items())) + END + after
 
 
 def layout_of(test: str) -> str:
