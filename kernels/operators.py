@@ -245,8 +245,9 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _differentiate_norm(ctx: Any, d_normed: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    has_bias, weight = ctx.bias_dtype is not None, ctx.saved_tensors[1]
-    d, d_weight, d_bias = _norm_backward(None, d_normed, *ctx.saved_tensors, has_bias)
+    x, weight, mean, inverse = ctx.saved_tensors  # once: a checkpoint that recomputes them refuses a second read
+    has_bias = ctx.bias_dtype is not None
+    d, d_weight, d_bias = _norm_backward(None, d_normed, x, weight, mean, inverse, has_bias)
     return d, d_weight.to(weight.dtype), d_bias.to(ctx.bias_dtype) if has_bias else None, None
 
 
