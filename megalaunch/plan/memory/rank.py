@@ -208,7 +208,7 @@ def _saved_activations(
             if full:
                 size, recomputed, to_recompute = _full_recompute(spec, one, on_device, to_recompute)
             else:
-                size, recomputed = one.saved * on_device, one.recomputed
+                size, recomputed = one.saved * on_device, one.recomputed_at_peak
             total += size * count_in_flight
             peak = max(peak, (recomputed + prefetched * one.without_recompute, one.backward_peak), key=sum)
             layer = size / on_device if on_device else 0.0

@@ -254,12 +254,14 @@ class SavedBytes:
     Attributes:
         saved: saved for backward.
         recomputed: allocated in addition while the layer is recomputed.
+        recomputed_at_peak: of them, those at the peak of its backward.
         layer_input: of them, the layer's input.
         backward_peak: peak of gradients (and scores) in its backward, in addition.
     """
 
     saved: float
     recomputed: float
+    recomputed_at_peak: float
     layer_input: float
     backward_peak: float
 
@@ -290,15 +292,21 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile:
         recomputed[row in ATTENTION or row in LATENTS] += size if is_recomputed else 0.0
         saved += 0.0 if is_recomputed else size
     layer_input = dims.residual_bytes * dims.hidden_size / dims.sequence_shards
-    return SavedBytes(saved, max(recomputed.values()), layer_input, _backward_peak(dims))
+    at_peak, gradients = _backward_peak(dims, recomputed[True], recomputed[False])
+    return SavedBytes(saved, max(recomputed.values()), at_peak, layer_input, gradients)
 
 
-def _backward_peak(d: LayerDims) -> float:
-    """Return the peak of gradients during the backward of one layer, in addition to its saved activations.
+def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, float]:
+    """Return the peak in the backward of one layer, in addition to its saved activations: recomputed, and gradients.
 
-    The peak is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of
-    its activation; the inner values themselves are freed by then. Scores are allocated after the block's values
-    are freed.
+    It is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of its
+    activation; the inner values themselves are freed by then. Attention is recomputed, and scores are allocated, after
+    the block's values are freed.
+
+    Args:
+        d: the layer's dimensions.
+        attention: bytes that are recomputed for attention.
+        ffn: bytes that are recomputed for the feed-forward block.
     """
     if d.experts:
         routed = d.expert_rows * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
@@ -310,8 +318,10 @@ def _backward_peak(d: LayerDims) -> float:
         inner = d.activation_gradients * d.ffn_width
         freed = (d.saved_activation_inputs + 1) * d.ffn_width
     stream = d.hidden_size / d.sequence_shards + d.hidden_size
-    attention = d.score_buffer_bytes - d.activation_bytes * (d.hidden_size / d.sequence_shards + freed)
-    return max(d.activation_bytes * (stream + inner), attention)
+    saved_and_freed = max(0.0, d.activation_bytes * (d.hidden_size / d.sequence_shards + freed) - ffn)
+    grown = d.score_buffer_bytes - saved_and_freed
+    peaks = (ffn, d.activation_bytes * (stream + inner)), (attention + min(0.0, grown), max(0.0, grown))
+    return max(peaks, key=sum)
 
 
 def _sequence_shards(row: OpRow, dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:

@@ -136,6 +136,7 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]"), shape=LATENT),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full"), shape=LATENT),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[mla_up]"), shape=LATENT),
     Case("tp4sp", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
     Case("tp4", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
