@@ -22,6 +22,7 @@ EventName = Literal[
     "metrics_cut",
     "metrics_gap",
     "checkpoint",
+    "local_checkpoint",
     "progress",
     "checkpoint_refused",
     "zero_gradient",
@@ -143,6 +144,17 @@ EVENTS: Mapping[EventName, EventKind] = {
             "path": "its path",
             "seconds": "seconds from the start of the save to its end",
             "waited_seconds": "seconds of these in which training waited",
+        },
+    ),
+    "local_checkpoint": EventKind(
+        _RANK_0,
+        "when every rank has its shard on the disk of its node (`checkpoint.local`)",
+        {
+            "step": "its step",
+            "path": "folder of rank 0's node",
+            "seconds": "seconds from the start of the save to its end",
+            "waited_seconds": "seconds of these in which training waited",
+            "copied": "whether each shard has a copy on another node",
         },
     ),
     "progress": EventKind(

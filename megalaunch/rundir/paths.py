@@ -61,6 +61,11 @@ class RunDirectory:
         return self.root / "attempts.jsonl"
 
     @property
+    def resumes(self) -> Path:
+        """The steps from which the run was continued, with local checkpoints."""
+        return self.root / "resumes.jsonl"
+
+    @property
     def bad_steps(self) -> Path:
         """The bad steps of the run and the batches that it leaves out."""
         return self.root / "bad_steps.json"

@@ -54,6 +54,15 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """All-gather one small object per rank over a gloo group, in rank order. Without a group there is one rank."""
+    if group is None:
+        return [mine]
+    gathered = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
 def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank and return all ranks' results, in rank order. Collective (all-gather of objects).
 
@@ -66,12 +75,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
         result = error
     except OSError as error:
         result = storage_error(str(error), Path(error.filename or ""), error)
-    group = coordination_group()
-    if group is None:
-        results = [result]
-    else:
-        results = [result] * dist.get_world_size(group)
-        dist.all_gather_object(results, result, group=group)
+    results = gather_objects(result, coordination_group())
     for answer in results:
         if isinstance(answer, CheckpointError):
             raise answer

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,11 +54,25 @@ class AsyncSaveContext:
     group: ProcessGroup | None
 
 
+class BackgroundWrite(Protocol):
+    """Writes a copy of the training state on the save thread; `waited`: seconds in which training waited for it."""
+
+    def __call__(
+        self,
+        position: TrainProgress,
+        tensors: Mapping[str, Tensor],
+        started: float,
+        async_context: AsyncSaveContext,
+        waited: float,
+    ) -> None: ...
+
+
 class Checkpointer:
     """Synchronous and asynchronous saves of one run. The constructor and every method are collective.
 
     Attributes:
         saved: Directory of the newest finished checkpoint; None before the first.
+        group: Process group of the save threads; None if the run has none, or one process.
     """
 
     def __init__(
@@ -70,8 +85,8 @@ class Checkpointer:
         self._background: SaveThread | None = None
         self._step, self._done = 0, 0  # of the save in progress: its step, and bytes written by this rank
         self._waits = 0  # grows while a save waits for the storage
-        async_context = spec.checkpoint.async_save and spec.checkpoint.interval > 0
-        self._group = background_group() if async_context else None
+        is_async = spec.checkpoint.async_save and spec.checkpoint.interval > 0
+        self.group = background_group() if is_async or spec.checkpoint.local.interval > 0 else None
 
     @property
     def problem(self) -> RankError | None:
@@ -96,14 +111,25 @@ class Checkpointer:
             self.save(position)
             return
         started = time.perf_counter()
-        if not self._begin(position):
-            return
+        if self._begin(position):
+            self.write_in_background(position, started, self._write)
+
+    def write_in_background(self, position: TrainProgress, started: float, write: BackgroundWrite) -> None:
+        """Copy the state to host memory and call `write` on a background thread; return when the copy is done.
+
+        Wait for the save in progress first (`wait`). `started` is the `time.perf_counter` at the start of the save.
+        """
         self._record.heartbeat("saving", position.step)
         # Take the sharded parameters now: during a forward pass the model's attributes are FSDP's gathered ones.
         tensors = state_tensors(self._model, self._optimizer)
-        async_context = AsyncSaveContext(self._copies.stage(tensors), self._group)
+        async_context = AsyncSaveContext(self._copies.stage(tensors), self.group)
         waited = time.perf_counter() - started
-        self._background = SaveThread(partial(self._write, position, tensors, started, async_context, waited))
+        self._background = SaveThread(partial(write, position, tensors, started, async_context, waited))
+
+    def report_progress(self, step: int, done: int, total: int, in_background: bool = True) -> None:
+        """Record how many bytes of the save of a step this rank has written."""
+        self._step, self._done = step, done
+        self._record.io_progress("saving", step, done, total, async_context=in_background)
 
     def wait(self, position: TrainProgress) -> None:
         """Wait for the save in progress, if any. Raises a RunEnd on every rank if it has failed on any."""
@@ -160,11 +186,7 @@ class Checkpointer:
         waited: float | None = None,
     ) -> None:
         """Write the checkpoint and remove old ones. An asynchronous save runs this on its thread."""
-        self._step, self._done = position.step, 0
-
-        def wrote(done: int, total: int) -> None:
-            self._done = done
-            self._record.io_progress("saving", position.step, done, total, async_context=async_context is not None)
+        wrote = partial(self.report_progress, position.step, in_background=async_context is not None)
 
         def save() -> Path:
             hold = self._record.fence.hold
@@ -199,12 +221,15 @@ def state_tensors(model: ModelParts, optimizer: Optimizer) -> Mapping[str, Tenso
     Weights include the buffers of the model, which have no moments. Routers may have a state of their own. With outer
     steps (`parallel.outer_steps`) the weights are the outer ones, and each replica has moments of its own.
     """
-    weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
-    weights |= {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
-    states = optimizer.states()
     if optimizer.outer is not None:
-        return optimizer.outer.saved_tensors(WEIGHTS, weights, states)
-    return {**weights, **states, **router_states(model), **float8_states(model)}
+        return optimizer.outer.saved_tensors(WEIGHTS, weight_tensors(model), optimizer.states())
+    return {**weight_tensors(model), **optimizer.states(), **router_states(model), **float8_states(model)}
+
+
+def weight_tensors(model: ModelParts) -> Mapping[str, Tensor]:
+    """Return the parameters and buffers of the model by their names in a checkpoint."""
+    weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
+    return weights | {WEIGHTS + name: buffer for name, buffer in model.named_buffers()}
 
 
 def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:
@@ -319,14 +344,23 @@ def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer:
     _match_replicas(checkpoint, optimizer)
     tensors = state_tensors(model, optimizer)
     load_checkpoint(checkpoint, tensors, _saved_shapes(tensors, spec))
-    document = run_on_rank0(lambda: read_document(checkpoint, POSITION))
+    position = run_on_rank0(lambda: read_position(checkpoint))
+    restore_counters(position, model, optimizer)
+    return position
+
+
+def read_position(checkpoint: Path) -> TrainProgress:
+    """Return the progress in a checkpoint. Raises CheckpointError."""
     try:
-        position = TrainProgress.from_document(document)
+        return TrainProgress.from_document(read_document(checkpoint, POSITION))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint / POSITION}.json holds {error}") from error
+
+
+def restore_counters(position: TrainProgress, model: ModelParts, optimizer: Optimizer) -> None:
+    """Set what follows from the loaded tensors and the progress: counts of updates, and scales of fp8."""
     optimizer.set_step(position.num_updates)
     restore_float8(model)
-    return position
 
 
 def _match_replicas(checkpoint: Path, optimizer: Optimizer) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megalaunch.engine.checkpoint.coordination import coordination_group
+from megalaunch.engine.checkpoint.coordination import coordination_group, gather_objects
 from megalaunch.engine.checkpoint.errors import CheckpointError, StorageError
 from megalaunch.engine.run_end import exit_code_of
 from megalaunch.engine.train.run_logger import RunLogger, describe_wait
@@ -66,12 +66,7 @@ def _go_on_together(record: RunLogger, wait: StorageWait, error: StorageError, g
         stop = record.stop()
         mine = StorageError(f"{error}{describe_wait(wait, stop)}")
         mine.exit_code = CheckpointError.exit_code if stop is None else exit_code_of(stop)
-    group = group or coordination_group()
-    answers: list[StorageError | None] = [mine]
-    if group is not None:
-        answers = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(answers, mine, group=group)
-    for answer in answers:
+    for answer in gather_objects(mine, group or coordination_group()):
         if answer is not None:
             record.waits_for_storage = False
             raise answer from error

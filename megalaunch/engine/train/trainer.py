@@ -15,13 +15,9 @@ from megalaunch.data.samples.build_datasets import build_train_dataset, build_va
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
-from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, require_valid, save_source_files
-from megalaunch.engine.checkpoint.retention import remove_checkpoints_after, remove_leftovers, require_never_saved
-from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
-from megalaunch.engine.checkpoint.verify_config import describe_verification
+from megalaunch.engine.checkpoint.retention import remove_checkpoints_after
 from megalaunch.engine.measure.step_profiler import StepProfiler
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.build import build_optimizer
 from megalaunch.engine.optimizer.optimizer import Optimizer
@@ -29,21 +25,16 @@ from megalaunch.engine.parallel.parallelize import materialize, parallelize_deco
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError, RunEnd, exit_code_of
 from megalaunch.engine.train.bad_steps import HISTORY, BadStep, LeftOutBatches, LossHistory
-from megalaunch.engine.train.checkpointer import (
-    Checkpointer,
-    changed_overrides,
-    restore_run,
-    save_tokenizer,
-    tokenizer_vocab_size,
-    true_vocab_size,
-)
+from megalaunch.engine.train.checkpointer import Checkpointer, save_tokenizer, true_vocab_size
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.early_stopping import count_validation, is_stopped, stop_reason
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.garbage import StepGarbage
+from megalaunch.engine.train.local_checkpointer import LocalCheckpointer
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.run_start import RunStart
 from megalaunch.engine.train.step_guards import ExpertCollapseGuard, ZeroGradientGuard
 from megalaunch.engine.train.storage_retry import STORAGE, retry_while_storage_fails
 from megalaunch.engine.train.stragglers import StragglerDetector
@@ -128,7 +119,8 @@ class Trainer:
         self._batch_sampler = make_batch_sampler(state.spec, state.mesh)
         self._progress, self._first_step = TrainProgress(step=0, tokens=0), 0
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
-        self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
+        self._local = LocalCheckpointer(state.spec, directory, state.model, state.optimizer, record, self._saver)
+        self._start = RunStart(state.spec, directory, state.model, state.optimizer, record, self._saver, self._local)
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
         self._history = LossHistory(state.spec.train)
         self._left_out = LeftOutBatches(state.spec.train, directory, record.fence)
@@ -164,71 +156,21 @@ class Trainer:
         """
         self._record.phase("looking for checkpoints", 0)
         save_tokenizer(self._directory, self._spec)
-        found = latest_valid_checkpoint(
-            self._directory.checkpoints,
-            self._on_checkpoint_rejected,
-            partial(self._record.io_progress, "checking checkpoints", 0),
-        )
-        if found is None:  # check before files are removed or truncated
-            run_on_rank0(
-                partial(require_never_saved, self._directory.checkpoints, self._rejected, self._record.last_saved)
-            )
-        run_on_rank0(partial(self._while_newest, partial(remove_leftovers, self._directory.checkpoints)))
+        self._progress = self._start.load()
         self._left_out.load()
-        if found is not None:
-            self._restore(found)
-            self._record.event("resumed", step=self.step, checkpoint=str(found))
-            if changes := run_on_rank0(partial(changed_overrides, found, self._spec)):
-                self._record.event("overrides_changed", step=self.step, changes=changes)
-        elif self._spec.checkpoint.branch_from is not None:
-            self._branch_from(Path(self._spec.checkpoint.branch_from))
-        else:
-            self._load_initial_weights()
         num_tokens = run_on_rank0(partial(true_vocab_size, self._directory, self._spec))
         self._state.model.set_true_vocab_size(num_tokens)
         self._restore_records()
         self._record.report_logging_gap(self.step)
 
-    def _restore(self, checkpoint: Path) -> None:
-        """Load the training state of a checkpoint of this run."""
-        self._saver.saved = checkpoint
-        self._record.phase("loading")
-        self._progress = restore_run(checkpoint, self._spec.model, self._state.model, self._state.optimizer)
-        self._state.model.copy_embedding()
-
     def _restore_records(self) -> None:
         """Drop the metrics of later steps, and take from the others what the loop remembers."""
+        self._retry(partial(self._local.begin_at, self.step))
         self._record.truncate_metrics_after(self.step)
         self._saver.sync_metrics(self._progress)  # what follows reads the file
         self._validator.resume()
         self._weight_hashes.begin_at(self.step)
         self._history.restore(run_on_rank0(partial(self._record.last_losses, HISTORY)))
-
-    def _branch_from(self, source: Path) -> None:
-        """Load the training state of another run. Raises CheckpointError on every rank if it is damaged or another."""
-        self._record.phase("loading")
-        run_on_rank0(partial(require_valid, source))
-        num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
-        save_source_files(source, self._directory, num_tokens)
-        self._progress = restore_run(source, self._spec.model, self._state.model, self._state.optimizer)
-        self._state.model.copy_embedding()
-        self._record.event("resumed", step=self.step, checkpoint=str(source))
-
-    def _load_initial_weights(self) -> None:
-        """Load `checkpoint.load_pretrained` if it is set, else initialize the weights from `train.seed`."""
-        source = self._spec.checkpoint.load_pretrained
-        if source is None:
-            init_weights(self._state.model, self._spec.train.seed)
-            return
-        self._record.phase("loading")
-        num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
-        save_source_files(Path(source).expanduser(), self._directory, num_tokens)
-        load_pretrained(Path(source).expanduser(), self._spec.model, self._state.model)
-        self._state.model.copy_embedding()
-        self._record.event("note", message=f"begins with the weights of {source}")
-        reading = run_on_rank0(partial(describe_verification, Path(source).expanduser()))
-        if reading is not None:
-            self._record.event("note", message=reading)
 
     def run(self) -> RunEnd:
         """Train to the last step, the time limit or a stop signal; return how it ended, or raise."""
@@ -272,6 +214,7 @@ class Trainer:
         if self.step > 0:
             self._weight_hashes.check_before_save(self.step)
             self._saver.save(self._progress)
+            self._local.remove()
         self._record.phase("ending", self.step)
         return self._run_end()
 
@@ -358,7 +301,7 @@ class Trainer:
         target, first = None, number
         if train.bad_step_action == "rewind":
             self._saver.wait(self._progress)
-            target = self._find_rewind_target(number - train.rewind_batches)
+            target = self._start.find(self.step, number - train.rewind_batches) or self._start.find(self.step)
         if target is not None:
             saved = checkpoint_step(target)
             assert saved is not None, "a checkpoint is named by its step"
@@ -386,15 +329,9 @@ class Trainer:
         """Run collective work that writes in the run directory; wait for its storage if that fails."""
         retry_while_storage_fails(self._record, work, lambda: self._record.heartbeat(STORAGE, self.step))
 
-    def _find_rewind_target(self, step: int) -> Path | None:
-        """Return the newest valid checkpoint up to `step`, else the newest one; None before the first. Collective."""
-        checkpoints = self._directory.checkpoints
-        older = latest_valid_checkpoint(checkpoints, self._on_checkpoint_rejected, until=step)
-        return older or latest_valid_checkpoint(checkpoints, self._on_checkpoint_rejected)
-
     def _rewind(self, checkpoint: Path, step: TrainStep) -> None:
         """Go back to a checkpoint of this run."""
-        self._restore(checkpoint)
+        self._progress = self._start.restore(checkpoint)
         self._restore_records()
         step.set_updates(self._progress.updates)
         self._zero_gradients = ZeroGradientGuard(self._spec.train.max_zero_grad_steps)
@@ -458,17 +395,16 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         interval = self._spec.checkpoint.interval
-        due = interval > 0 and self.step % interval == 0 and self.step < self._last_step
-        if self._zero_gradients.is_exceeded:
+        is_due, is_local_due = interval > 0 and self.step % interval == 0, self._local.is_due(self.step)
+        if not (is_due or is_local_due) or self.step >= self._last_step or self._zero_gradients.is_exceeded:
             return
-        if due and self._stop_signal is None:  # after a stop signal, `run` saves at its end
+        if self._stop_signal is None:  # after a stop signal, `run` saves at its end
             self._weight_hashes.check_before_save(self.step)
-            self._saver.save_async(self._progress)
-            self._sync_stop_signal()
-
-    def _on_checkpoint_rejected(self, path: Path, problems: list[str]) -> None:
-        self._rejected.append(f"{path.name}: {'; '.join(problems)}")
-        self._record.event("checkpoint_refused", path=str(path), reason="; ".join(problems))
+            if is_due:
+                self._saver.save_async(self._progress)
+                self._sync_stop_signal()
+            else:
+                self._local.save(self._progress)
 
     def _run_end(self) -> RunEnd:
         details = {

@@ -48,7 +48,7 @@ def free_disk(at: RuleContext) -> Iterator[Violation]:
     """A new checkpoint is written before an old one is deleted. Megatron-LM notices a full disk when it saves."""
     if at.local_machine is None or at.spec.run.directory is None:
         return
-    directory, size, count = Path(at.spec.run.directory), _checkpoint_bytes(at), _max_checkpoints(at)
+    directory, size, count = Path(at.spec.run.directory), checkpoint_bytes(at), _max_checkpoints(at)
     free = at.local_machine.free_disk(directory)
     if size is None or free is None:
         return
@@ -67,7 +67,7 @@ def free_disk(at: RuleContext) -> Iterator[Violation]:
     )
 
 
-def _checkpoint_bytes(at: RuleContext) -> int | None:
+def checkpoint_bytes(at: RuleContext) -> int | None:
     """Return the bytes of main parameters and moments; None while the model is open."""
     spec = at.spec
     if None in (spec.model.head_dim, spec.model.num_query_groups, spec.model.vocab_size):

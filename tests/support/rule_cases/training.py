@@ -15,6 +15,8 @@ LIBRARY = (*TINY, *BY_LIBRARY, "batch.global_batch_size=16")
 WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
+LOCAL = "checkpoint.local.interval=2 checkpoint.local.path=/disk"
+EIGHT_B = (*TINY, "parallel=dp1", "model=llama3_8b", "tokenizer.vocab_size=128256")  # of 96.4 GB with moments
 NO_CORPUS = ("recipe=tiny", "data.corpus=null")
 
 BATCH = {
@@ -280,6 +282,19 @@ CHECKPOINT = {
     "checkpoint.keep_within_run": Case("checkpoint.keep_every=30", "checkpoint.keep_every=20"),
     "checkpoint.within_run": Case(
         "train.steps=2000 checkpoint.interval=2001", "train.steps=2000 checkpoint.interval=2000"
+    ),
+    "checkpoint.local_idle": Case("checkpoint.local.keep=2", f"checkpoint.local.keep=2 {LOCAL}"),
+    "checkpoint.local_path": Case("checkpoint.local.interval=2 checkpoint.local.path=disk", LOCAL),
+    "checkpoint.local_interval": Case(
+        f"checkpoint.interval=2 {LOCAL}", f"checkpoint.interval=4 {LOCAL}", (*TINY, "checkpoint.keep_every=0")
+    ),
+    "checkpoint.local_shared": Case(
+        "checkpoint.local.path=/",
+        "checkpoint.local.path=$DISK_OF_THE_NODE",
+        (*TINY, *LOCAL.split(), "cluster.nodes=2", "cluster.devices_per_node=1"),
+    ),
+    "checkpoint.local_free_disk": Case(
+        "checkpoint.local.keep=2", "checkpoint.local.keep=1", (*EIGHT_B, *LOCAL.split())
     ),
     "checkpoint.none": Case("train.steps=1001 checkpoint.interval=0", "train.steps=1000 checkpoint.interval=0"),
 }
