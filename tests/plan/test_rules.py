@@ -47,6 +47,17 @@ def test_the_reference_that_replaces_a_secret_can_be_pasted():
     assert findings(*pods, *shlex.split(reference)) == []
 
 
+def test_names_and_volumes_that_no_pod_could_have():
+    pods = ("launcher=kubernetes", "launcher.kubernetes.image=x")
+    (finding,) = findings(*pods, "launcher.kubernetes.volumes=['a:/data:ro','/x:/data/']")
+    assert finding.message == "'a:/data:ro' and '/x:/data/' are mounted at the same path"
+    assert finding.fixes == ("'launcher.kubernetes.volumes=[a:/data:ro]'",)
+    assert findings(*pods, "launcher.kubernetes.volumes=['a:/data','a:/other']") == []
+    (finding,) = findings(*pods, "launcher.kubernetes.queue=My_Queue")
+    assert finding.message == "'My_Queue' is no name of an object: lower-case letters, digits, '-' and '.'"
+    assert findings(*pods, "launcher.kubernetes.queue=my-queue") == []
+
+
 def test_a_learning_rate_that_is_far_too_high_has_a_fix():
     for overrides in (["optimizer.lr=1"], ["optimizer.lr=5", "schedule.min_lr=0.01"], ["optimizer.embedding_lr=3"]):
         (finding,) = findings(*overrides)

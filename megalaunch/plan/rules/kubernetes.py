@@ -27,6 +27,7 @@ _FORMS = {
     ),
 }
 _QUANTITIES = ("cpu", "memory", "shm")
+_NAMES = ("service_account", "priority_class", "queue")
 _SECRET = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY")
 
 
@@ -45,7 +46,7 @@ def kubernetes_image(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("launcher.kubernetes_forms", "Lists of launcher.kubernetes have the forms that their keys document.")
+@rule("launcher.kubernetes_forms", "Lists and names of launcher.kubernetes have the forms that their keys document.")
 def kubernetes_forms(at: RuleContext) -> Iterator[Violation]:
     """The server would name the place in the manifest, not the key."""
     settings = _kubernetes(at)
@@ -54,9 +55,18 @@ def kubernetes_forms(at: RuleContext) -> Iterator[Violation]:
 
 
 def wrong_forms(settings: KubernetesSpec) -> Iterator[Violation]:
-    """Yield each list and quantity of the section that has not the form of its key."""
+    """Yield each list, name and quantity of the section that has not the form of its key, and volumes at one path."""
     for key, (form, pattern) in _FORMS.items():
         yield from _wrong(f"launcher.kubernetes.{key}", getattr(settings, key), form, pattern)
+    yield from _same_path(settings.volumes)
+    for key in _NAMES:
+        value = getattr(settings, key)
+        if value is not None and not re.fullmatch(_OBJECT, value):
+            yield Violation(
+                f"launcher.kubernetes.{key}",
+                f"{value!r} is no name of an object: lower-case letters, digits, '-' and '.'",
+                fixes=({f"launcher.kubernetes.{key}": None},),
+            )
     for key in _QUANTITIES:
         value = getattr(settings, key)
         if value is not None and not _QUANTITY.fullmatch(value):
@@ -72,6 +82,22 @@ def _wrong(key: str, items: tuple[str, ...], form: str, pattern: re.Pattern[str]
     if wrong:
         kept = tuple(item for item in items if pattern.fullmatch(item))
         yield Violation(key, f"{wrong[0]!r} is not {form}", fixes=({key: kept},))
+
+
+def _same_path(volumes: tuple[str, ...]) -> Iterator[Violation]:
+    """Yield the volumes that are mounted where another is. A JobSet with them is accepted, and starts no pod."""
+    by_path: dict[str, str] = {}
+    for volume in volumes:
+        path = volume.split(":")[1].rstrip("/") if ":" in volume else volume
+        if path in by_path:
+            kept = tuple(other for other in volumes if other != volume)
+            yield Violation(
+                "launcher.kubernetes.volumes",
+                f"{by_path[path]!r} and {volume!r} are mounted at the same path",
+                fixes=({"launcher.kubernetes.volumes": kept},) if volume != by_path[path] else (),
+            )
+            return
+        by_path[path] = volume
 
 
 @rule("launcher.kubernetes_secrets", "No secret is a value of the manifest.")
