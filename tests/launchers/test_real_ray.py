@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,39 @@ def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(c
     subprocess.run([*COLD_MEGALAUNCH, "train", *names], cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert len(losses_of(run)) == STEPS
     assert losses_of(run) == losses_of(local)
+
+
+@pytest.fixture
+def no_cluster(monkeypatch):
+    """No cluster that a null address finds; the folder of the one that a command starts, short as its sockets need."""
+    pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="ray_", dir="/tmp") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield folder
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+def test_without_an_address_ray_is_started_here_and_a_killed_agent_resumes_exactly(no_cluster, tmp_path):
+    run, undisturbed = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "undisturbed/run")
+    here = ("launcher=ray", "cluster.devices_per_node=2", *LENGTH)
+    with started(tmp_path, *tiny_overrides(tmp_path, *here)) as train:
+        wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 12), 180)
+        assert train.poll() is None, train.communicate()[0]
+        assert processes(no_cluster, "raylet") != []
+        (agent,) = agents(run)
+        os.kill(agent, signal.SIGKILL)
+        output, _ = train.communicate(timeout=240)
+        assert train.returncode == 0, output
+    assert "restart 1: " in output
+    assert "resuming after step " in output
+    assert processes(str(run.root), "-m megalaunch") == []
+    wait_until(lambda: processes(no_cluster, "raylet") == [], 30)
+    local = tiny_overrides(tmp_path / "undisturbed", "cluster.devices_per_node=2", *LENGTH, shared=tmp_path)
+    subprocess.run([*COLD_MEGALAUNCH, "train", *local], cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    assert len(losses_of(run)) == STEPS
+    assert losses_of(run) == losses_of(undisturbed)
 
 
 @pytest.mark.slow
