@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from megalaunch.format.numbers import format_bytes
@@ -103,6 +103,10 @@ class RunState:
     def _is_known_stop(self, event: Record) -> bool:
         if event.get("event") == "launch":
             self._launched_at, self.ending = number(event, "time"), False
+            workers = event.get("workers")
+            if isinstance(workers, int) and workers != self.scale.devices:  # a restart on another number of nodes
+                self.scale = replace(self.scale, devices=workers)
+                self._step_seconds.clear()
         if event.get("event") != "stop_requested":
             return False
         known, self.ending = self.ending, True

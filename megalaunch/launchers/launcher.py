@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -38,6 +39,7 @@ class Job:
         working_directory: of the command; absolute.
         settings: the `launcher` section.
         device_resource: the accelerators as a resource of Kubernetes; "": none, or no name is known.
+        fewer: the numbers of nodes on which the job may continue after it has lost some, with the arguments for each.
     """
 
     name: str
@@ -48,6 +50,11 @@ class Job:
     working_directory: Path
     settings: LauncherSpec
     device_resource: str = ""
+    fewer: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def on_nodes(self, nodes: int) -> Job:
+        """Return the job on all its nodes, or on one of the numbers in `fewer`."""
+        return self if nodes == self.nodes else replace(self, nodes=nodes, arguments=self.fewer[nodes])
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ EventName = Literal[
     "stop_requested",
     "worker_failed",
     "restart",
+    "nodes_changed",
     "storage_wait",
     "storage_back",
     "note",
@@ -258,6 +259,16 @@ EVENTS: Mapping[EventName, EventKind] = {
             "attempt": "number of this restart",
             "reason": "failure that led to it",
             "pause_seconds": "seconds that the launcher waits before it",
+        },
+    ),
+    "nodes_changed": EventKind(
+        _LAUNCHER,
+        "when a run leaves out nodes that were lost, or takes them back (`launcher.min_nodes`)",
+        {
+            "nodes": "number of nodes from now on",
+            "wanted": "`cluster.nodes`",
+            "hosts": "names of their hosts, in the order of the nodes",
+            "reason": "which nodes were lost and how, or are back",
         },
     ),
     "storage_wait": EventKind(

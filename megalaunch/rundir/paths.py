@@ -149,6 +149,11 @@ class RunDirectory:
         return self.logs / f"node_{node}.log"
 
     @property
+    def lost_hosts_log(self) -> Path:
+        """What ssh says while lost hosts are asked whether they are back."""
+        return self.logs / "lost_hosts.log"
+
+    @property
     def final_code(self) -> Path:
         """The exit code of a launcher that no restart cures, until the batch script has read it."""
         return self.logs / "final_code"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from megalaunch.launch.background import continue_in_background
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.record import read_record
 from megalaunch.launchers.select_launcher import select_launcher
+from megalaunch.plan.fewer_nodes import smaller_node_counts
+from megalaunch.plan.findings import as_override
+from megalaunch.plan.rules.registry import RuleContext
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.kubernetes import device_resource
 from megalaunch.rundir.outcome import ExitCode
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from megalaunch.launch.stop import StopSignals
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.prepare_run import PreparedRun
+    from megalaunch.schema import RunSpec
 
 _PINNED = ("platform.chip", "cluster.nodes", "cluster.devices_per_node")
 """Keys whose open values follow from the machine: the job gets those that were checked here."""
@@ -40,16 +45,32 @@ def training_job(planned: PreparedRun) -> Job:
         "cluster.devices_per_node": spec.cluster.devices_per_node,
     }
     pinned = [f"{key}={values[key]}" for key in _PINNED if composition.origins[key].open]
+    arguments = ("train", *composition.overrides, *pinned)
     return Job(
         str(spec.run.name),
         int(spec.cluster.nodes),
         0 if on_cpu else int(spec.cluster.devices_per_node),
-        ("train", *composition.overrides, *pinned),
+        arguments,
         planned.directory.root.absolute(),
         Path.cwd(),
         spec.launcher,
         device_resource(chip) if chip is not None else "",
+        _on_fewer_nodes(spec, arguments),
     )
+
+
+def _on_fewer_nodes(spec: RunSpec, arguments: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Return the command for each number of nodes on which a checked run may continue (`launcher.min_nodes`)."""
+    if spec.launcher.min_nodes is None:
+        return {}
+    counts = smaller_node_counts(RuleContext(spec, "train"), spec.launcher.min_nodes)
+    return {count.nodes: _with_overrides(arguments, count.values) for count in counts if not count.problem}
+
+
+def _with_overrides(arguments: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return arguments in which these values take the places of those that were given for the same keys."""
+    kept = (word for word in arguments if word.lstrip("+~").partition("=")[0] not in values)
+    return (*kept, *(f"{key}={as_override(value)}" for key, value in values.items()))
 
 
 def print_manifest(planned: PreparedRun) -> None:

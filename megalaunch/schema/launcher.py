@@ -51,6 +51,20 @@ class LauncherSpec:
     stop_grace_period: float = setting(
         30.0, "Time from a stop signal until the workers are killed.", "seconds", minimum=1
     )
+    min_nodes: int | None = setting(
+        None,
+        "Continue on fewer nodes, at least these, with the same global batch, where nodes were lost or failed the "
+        "preflight and none is spare; null: only on all. With launcher=ssh.",
+        "nodes",
+        minimum=1,
+    )
+    rejoin_every: int = setting(
+        1,
+        "While nodes are missing (launcher.min_nodes), ask after every this many checkpoints whether they are back, "
+        "then save and restart with them; 0: only at restarts.",
+        "checkpoints",
+        minimum=0,
+    )
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     ssh: SshSpec = field(default_factory=SshSpec)
     kubernetes: KubernetesSpec = field(default_factory=KubernetesSpec)

@@ -26,6 +26,7 @@ ELSEWHERE = {
     *("cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_p2p_comm"),
     *("cluster.node_latency", "cluster.sites", "cluster.site_bandwidth", "cluster.site_latency"),
     "parallel.moe_load_imbalance",
+    "launcher.min_nodes",  # of the command that submits: its job has the numbers of nodes that the plan found valid
     "run.hub_revisions",  # of the launcher, which pins the names of a resume by it
 }
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fake_ssh import UNREACHED, make_ssh, on_host, playing_hosts
 from launching import events_of, tiny_spec, wait_until
 from slow_cases import slow_but
 from training import tiny_overrides
@@ -30,27 +31,13 @@ from megalaunch.platform.allocation import NodePlace
 from megalaunch.rundir.outcome import STOPPED_BETWEEN_ATTEMPTS, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
-# `ssh -G` tells the address of a host; without it, what a host says and how ssh ends there.
-_SSH = """#!/bin/sh
-case "$*" in *" -G "*|"-G "*) echo "hostname 10.0.0.1"; exit 0;; esac
-{answer}
-"""
-
 
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
     """Returns a function that sets what ssh does."""
-    program = tmp_path / "bin/ssh"
-    program.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-
-    def answer(line):
-        program.write_text(_SSH.format(answer=line))
-        program.chmod(0o755)
-
-    answer("exit 255")
-    return answer
+    return make_ssh(tmp_path / "bin")
 
 
 def train(folder, *more):
@@ -193,13 +180,6 @@ def test_a_silent_client_ends_the_lease(monkeypatch):
     assert lease.ended
 
 
-def playing_hosts(code):
-    """What ssh does where each command ends at once with this exit code."""
-    records = ({"greeting": greeting()}, {"started": 1}, {"exit": code})
-    first, *others = [f"echo '{json.dumps(record)}'" for record in records]
-    return f"{first}; read order; {'; '.join(others)}"
-
-
 FAILED = [
     (5, 2, 2, 5),  # a node or its agent has crashed
     (-9, 2, 2, 5),
@@ -287,7 +267,6 @@ def test_a_start_waits_until_the_lease_of_a_host_that_does_not_answer_is_over(ss
 
 
 _THREE = "launcher.ssh.hosts=[me@a,b,c]"
-_UNREACHED = "echo connect to host: No route to host >&2; exit 255"
 
 
 def moves_of(run):
@@ -297,13 +276,8 @@ def moves_of(run):
     return [event["message"] for event in told if event["event"] == "note"]
 
 
-def on_host(host, action, others):
-    """What ssh does on one host, and on the others."""
-    return f'case "$*" in *" {host} "*) {action};; *) {others};; esac'
-
-
 def test_a_spare_host_takes_the_place_of_one_that_is_not_reached(ssh, tmp_path):
-    ssh(on_host("b", _UNREACHED, playing_hosts(3)))
+    ssh(on_host("b", UNREACHED, playing_hosts(3)))
     done = train(tmp_path, _THREE)
     run = RunDirectory(tmp_path / "run")
     reason = "node 1 (b) is not reached: connect to host: No route to host"
@@ -312,7 +286,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_not_reached(ssh, tmp_path):
 
 
 def test_all_hosts_that_fail_are_named_in_their_order_and_replaced_together(ssh, tmp_path):
-    slow = f"sleep 0.5; {_UNREACHED}"
+    slow = f"sleep 0.5; {UNREACHED}"
     ssh(on_host("me@a", slow, on_host("b", "echo Permission denied >&2; exit 255", playing_hosts(3))))
     done = train(tmp_path)
     assert done.exit_code == 2
@@ -328,7 +302,7 @@ def test_all_hosts_that_fail_are_named_in_their_order_and_replaced_together(ssh,
 
 @pytest.mark.parametrize(("hosts", "address"), [("[me@a,b]", ""), ("[me@a,b,c]", "launcher.ssh.master_addr=a")])
 def test_without_a_host_that_fits_the_node_is_named(ssh, tmp_path, hosts, address):
-    ssh(on_host("me@a" if address else "b", _UNREACHED, playing_hosts(3)))
+    ssh(on_host("me@a" if address else "b", UNREACHED, playing_hosts(3)))
     done = train(tmp_path, f"launcher.ssh.hosts={hosts}", *filter(None, [address]))
     assert done.exit_code == 2
     assert "is not reached: connect to host: No route to host\nfix:  " in done.stderr

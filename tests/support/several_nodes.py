@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,12 @@ class Ended:
 
 
 def free_ports() -> int:
-    """The first of two free ports."""
+    """The first of two free ports, below those that the kernel gives to connections: they stay free in a restart."""
     while True:
+        port = random.randrange(20_000, 32_000)
         with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
             try:
+                first.bind(("127.0.0.1", port))
                 second.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue

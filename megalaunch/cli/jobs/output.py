@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 from megalaunch.format.numbers import format_count, format_loss
 from megalaunch.format.table import table_lines
+from megalaunch.launch.run_state import number
 from megalaunch.launchers.record import JobRecord
-from megalaunch.rundir.jsonl import read_last_lines
+from megalaunch.rundir.jsonl import read_last_lines, read_lines
 from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.catalog.summarize import RunFigures, run_figures
 from megalaunch.runs.job_states import RunJob
 
@@ -26,6 +29,8 @@ def status_lines(job: RunJob) -> Iterator[str]:
     if record is not None:
         yield _line("job", f"{record.id} of {record.launcher}, {_size(record)}, submitted {_time(record.submitted)}")
     yield _line("state", str(job.status))
+    if record is not None and job.status.phase == "running" and (nodes := _fewer_nodes(job.directory, record)):
+        yield _line("nodes", nodes)
     if record is None or not record.is_task_set:
         yield _line("step", _progress(_figures(job)))
     if outcome is not None:
@@ -71,6 +76,15 @@ def _progress(figures: RunFigures) -> str:
     if figures.tokens_per_second is not None:
         parts.append(f"{format_count(figures.tokens_per_second)} tokens/s")
     return ", ".join(parts)
+
+
+def _fewer_nodes(directory: RunDirectory, record: JobRecord) -> str:
+    """Return on how many of its nodes a job runs, where and why; "" if it runs on all."""
+    changes = (event for event in read_lines(directory.events) if event.get("event") == "nodes_changed")
+    last = next(iter(deque((event for event in changes if number(event, "time") >= record.submitted), maxlen=1)), None)
+    if last is None or last.get("nodes") == last.get("wanted"):
+        return ""
+    return f"{last['nodes']} of {last['wanted']}, on {','.join(last['hosts'])}: {last['reason']}"
 
 
 def _size(record: JobRecord) -> str:

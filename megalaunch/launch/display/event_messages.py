@@ -55,6 +55,8 @@ def event_message(event: Record) -> str | None:
             pause = event.get("pause_seconds")
             when = f" in {format_duration(pause)}" if isinstance(pause, (int, float)) and pause > 0 else ""
             return f"restart {event.get('attempt')}{when}: {event.get('reason')}"
+        case "nodes_changed":
+            return _nodes_changed(event)
         case "storage_wait":
             path, reason, fix = (str(event.get(key)) for key in ("path", "reason", "fix"))
             return storage_warning(path, reason, fix, event.get("seconds_left"))
@@ -82,6 +84,12 @@ def _metrics_cut(event: Record) -> str:
     after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
     repeated = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
     return f"metrics after step {after} removed ({lines} lines): {repeated} trained again"
+
+
+def _nodes_changed(event: Record) -> str:
+    nodes, wanted = event.get("nodes"), event.get("wanted")
+    shown = f"{nodes} of {wanted} nodes" if nodes != wanted else f"all {wanted} nodes"
+    return f"the run continues on {shown}: {event.get('reason')}"
 
 
 def _bad_step(event: Record) -> str:

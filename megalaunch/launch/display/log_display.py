@@ -17,6 +17,7 @@ TRAINING_SILENCE = 60.0
 _BEFORE_STEPS = (
     "launch",
     "restart",
+    "nodes_changed",
     "phase",
     "resumed",
     "metrics_cut",

@@ -25,6 +25,7 @@ from megalaunch.rundir.outcome import (
 )
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.rundir.tail import JsonlTail
+from megalaunch.schema.launcher import LauncherSpec
 
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0  # after the connection: Python starts, and looks for the run directory
@@ -113,14 +114,14 @@ class _End:
         again: whether to start again.
         lost: a host was lost; its processes may go on until their lease is over.
         failed_nodes: nodes that should not take part again: lost ones, or those that failed the preflight.
-        needs_spares: it can start again only if spare hosts take the places of `failed_nodes`.
+        needs_others: it can start again only without `failed_nodes`: on spare hosts in their places, or on fewer.
     """
 
     reason: str
     again: bool
     lost: bool
     failed_nodes: tuple[int, ...] = ()
-    needs_spares: bool = False
+    needs_others: bool = False
 
 
 class NodeStarter(ABC):
@@ -142,9 +143,34 @@ class NodeStarter(ABC):
         """Return whether nodes that are slower than the others should be replaced, and can be."""
         return False
 
-    def replace(self, nodes: Sequence[int]) -> bool:
-        """Let spare hosts take the places of these nodes at the next start; return whether there are enough."""
+    def replace(self, nodes: Sequence[int], may_return: bool = False) -> bool:
+        """Let spare hosts take the places of these nodes at the next start; return whether there are enough.
+
+        Args:
+            may_return: the hosts were lost, and may take part again once they are back.
+        """
         return False
+
+    def leave_out(self, nodes: Sequence[int], reason: str) -> bool:
+        """Leave these nodes out from the next start on; return whether the job may continue on fewer."""
+        return False
+
+    def ask_lost(self) -> None:
+        """Ask nodes that were lost whether they are back, without waiting: `returned` tells it."""
+        return
+
+    def returned(self) -> tuple[str, ...]:
+        """Return the hosts with which the job would have more nodes if it started again now."""
+        return ()
+
+    def close(self) -> None:
+        """Release what the starter holds itself, after the end of all nodes."""
+        return
+
+
+def are_back(hosts: Sequence[str]) -> str:
+    """Return the reason of a start with hosts that had been lost."""
+    return f"{' and '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} back"
 
 
 class AttachedJob:
@@ -157,9 +183,12 @@ class AttachedJob:
         self._nodes = starter.start(0, lambda: False)
         self._stragglers: tuple[int, ...] = ()  # nodes that the next attempt leaves out
         self._slower = ""  # in what way
-        self._budget = RestartBudget(job.settings.max_restarts, job.settings.restart_backoff, self._saved_step())
+        self._returned: tuple[str, ...] = ()  # lost hosts with which the next attempt has more nodes
+        settings: LauncherSpec = job.settings
+        self._wanted, self._rejoin_every, self._saves = job.nodes, settings.rejoin_every, 0
+        self._budget = RestartBudget(settings.max_restarts, settings.restart_backoff, self._saved_step())
         self._stop, self._now = threading.Event(), threading.Event()
-        self.status = JobStatus("running", "RUNNING", nodes=self._hosts)
+        self.status = self._running(0)
         threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self, at_once: bool) -> None:
@@ -173,8 +202,10 @@ class AttachedJob:
         try:
             while True:
                 end = self._watch()
-                replaced = bool(end.failed_nodes) and self._starter.replace(end.failed_nodes)
-                if not (end.again or (end.needs_spares and replaced)) or self._stop.is_set():
+                others = bool(end.failed_nodes) and self._starter.replace(end.failed_nodes, not end.needs_others)
+                if end.needs_others and not others and not self._stop.is_set():
+                    others = self._starter.leave_out(end.failed_nodes, end.reason)
+                if not (end.again or (end.needs_others and others)) or self._stop.is_set():
                     state = "CANCELLED" if self._stop.is_set() else "COMPLETED" if not end.reason else "FAILED"
                     break
                 self._budget.checkpoint_saved(self._saved_step())
@@ -192,6 +223,7 @@ class AttachedJob:
             reason = str(error)
         finally:
             end_nodes(self._nodes)
+            self._starter.close()
         self.status = JobStatus("ended", state, reason, self._hosts, attempt)
 
     def _start_again(self, attempt: int, end: _End, pause: float) -> str | None:
@@ -208,7 +240,7 @@ class AttachedJob:
             self._nodes = self._starter.start(attempt, self._stop.is_set)
         except LauncherError as error:
             return str(error)
-        self.status = JobStatus("running", "RUNNING", nodes=self._hosts, restarts=attempt)
+        self.status = self._running(attempt)
         return None
 
     def _record_stop(self) -> None:
@@ -216,6 +248,11 @@ class AttachedJob:
         outcome = Outcome(int(ExitCode.PREEMPTED), STOPPED_BETWEEN_ATTEMPTS, self._saved_step())
         write_outcome(self._directory.outcome, outcome)
         record_event(self._directory, "outcome", exit_code=outcome.exit_code, reason=outcome.reason)
+
+    def _running(self, attempt: int) -> JobStatus:
+        count = len(self._nodes)
+        fewer = f"{count} of {self._wanted} nodes" if count < self._wanted else ""
+        return JobStatus("running", "RUNNING", fewer, self._hosts, attempt)
 
     def _watch(self) -> _End:
         """Watch the nodes until all have ended; the first that ended tells how. None is left."""
@@ -229,8 +266,9 @@ class AttachedJob:
                     first = node
                     on_purpose = node.exit_code in NOT_RESTARTED
                     deadline = time.monotonic() + (_SAME_END_SECONDS if on_purpose else _FAILED_SECONDS)
-            self._find_stragglers()
-            if (self._stop.is_set() or self._stragglers) and not told:
+            self._read_events()
+            self._returned = self._returned or self._starter.returned()
+            if (self._stop.is_set() or self._stragglers or self._returned) and not told:
                 told = True
                 for node in self._nodes:
                     node.stop()
@@ -240,8 +278,13 @@ class AttachedJob:
         lost = not end_nodes(self._nodes)
         return self._end(first or self._nodes[0], lost)
 
-    def _find_stragglers(self) -> None:
+    def _read_events(self) -> None:
+        """Look for stragglers in the new events, and after every `launcher.rejoin_every` checkpoints for lost nodes."""
         for event in self._events.read_new()[0]:
+            if event.get("event") == "checkpoint" and self._rejoin_every:
+                self._saves += 1
+                if self._saves % self._rejoin_every == 0:
+                    self._starter.ask_lost()
             computes_slower = event.get("event") == "straggler" and event.get("cause") == "compute"
             nodes = tuple(event["nodes"]) if computes_slower else tuple(event.get("slow_nodes") or ())
             if nodes and not self._stragglers and self._starter.may_replace_stragglers(nodes):
@@ -255,6 +298,7 @@ class AttachedJob:
         first = stuck or first  # node 0 knows the failures of earlier attempts
         code = first.exit_code
         slow, self._stragglers = self._stragglers, ()
+        returned, self._returned = self._returned, ()
         failed = [node for node in self._nodes if node.exit_code not in (0, None)]
         if code == 0 and not failed and not lost:
             return _End("", again=False, lost=False)
@@ -262,11 +306,13 @@ class AttachedJob:
             return _End(f"{first} was lost", not self._stop.is_set(), lost, failed_nodes=(first.node,))
         if slow and code == ExitCode.PREEMPTED and not self._stop.is_set():
             names = " and ".join(str(node) for node in self._nodes if node.node in slow)
-            return _End(f"{names} {self._slower}", False, lost, slow, needs_spares=True)
+            return _End(f"{names} {self._slower}", False, lost, slow, needs_others=True)
+        if returned and code == ExitCode.PREEMPTED and not self._stop.is_set():
+            return _End(are_back(returned), again=True, lost=lost)
         what = f"{first} ended with {_shown(code)}"
         if code == ExitCode.CONFIGURATION and (outcome := read_outcome(self._directory.outcome)) is not None:
             refused = tuple(outcome.details.get(FAILED_NODES, ()))
-            return _End(outcome.reason if refused else what, False, lost, refused, needs_spares=bool(refused))
+            return _End(outcome.reason if refused else what, False, lost, refused, needs_others=bool(refused))
         again = code not in NOT_RESTARTED and not self._stop.is_set()
         if len(self._nodes) == 1 and code >= 0:  # its launcher has restarted its workers
             again = False

@@ -50,6 +50,11 @@ def shown_plan(job: Job, environment: Mapping[str, str]) -> str:
         lines += [f"# node {node}: {hosts[node]}, with the second line on stdin", shlex.join(command), text]
     if spares:
         lines.append(f"# spare hosts: {', '.join(spares)}")
+    for nodes, arguments in job.fewer.items():
+        lines += [
+            f"# on {nodes} node{'s' if nodes > 1 else ''}, after others were lost",
+            shlex.join(["megalaunch", *arguments]),
+        ]
     return "\n".join(line.rstrip("\n") for line in lines) + "\n"
 
 

@@ -289,6 +289,22 @@ def test_the_estimate_stands_still_while_no_step_comes(directory, monkeypatch):
     assert view.seconds_left == left
 
 
+def test_a_restart_on_fewer_nodes_is_told_and_counts_its_own_devices_and_steps(directory):
+    stream = io.StringIO()
+    view = RunState(spec(), directory, SCALE)
+    append_line(directory.metrics, step(1))
+    view.refresh()
+    assert view.device_flops == 1e12 / 0.5 / 2
+    record_event(directory, "nodes_changed", nodes=1, wanted=2, hosts=["a"], reason="node 1 (b) is not reached: x")
+    record_event(directory, "launch", workers=1)
+    view.refresh()
+    PlainDisplay(stream).update(view)
+    assert stream.getvalue().startswith("the run continues on 1 of 2 nodes: node 1 (b) is not reached: x\n")
+    append_line(directory.metrics, step(2, step_seconds=1.0))
+    view.refresh()
+    assert view.device_flops == 1e12
+
+
 def test_the_panel_before_the_first_step(directory):
     view = RunState(spec(), directory, ThroughputBasis(10**12, 2, None))
     console = Console(width=100, file=io.StringIO())

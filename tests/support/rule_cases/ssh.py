@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from rule_cases.case import TINY, Case
 
+_FOUR = (*TINY, "launcher=ssh", "launcher.ssh.hosts=[a,b,c,d]", "cluster.nodes=4", "cluster.devices_per_node=2")
+
 CASES = {
+    "launcher.min_nodes": Case("launcher.min_nodes=3", "launcher.min_nodes=2", _FOUR),  # a batch of 8 over dp 6
+    "launcher.fewer_nodes": Case("launcher.min_nodes=1", "launcher.min_nodes=null", _FOUR),
+    "launcher.rejoin_every_needs_min_nodes": Case(
+        "launcher.rejoin_every=2", "launcher.rejoin_every=2 launcher.min_nodes=2", _FOUR
+    ),
     "launcher.ssh_hosts": Case(
         "launcher.ssh.hosts=[a]", "launcher.ssh.hosts=[a,me@b,spare]", (*TINY, "launcher=ssh", "cluster.nodes=2")
     ),
