@@ -1,7 +1,8 @@
 """Casts to fp8 with one scale per block of a matrix, and back: amax, scale, saturating cast.
 
-In plain torch, the reference, a cast passes nine times over its matrix; the Triton kernels pass once for the amax and
-once for the cast, also of the matrix and its transpose together.
+In plain torch, the reference, a cast passes nine times over its matrix. Triton kernels read it once for the amax and
+once for the cast, also of the matrix and its transpose together; and once in all where the scale is known before
+(delayed scaling), or belongs to a block that fits into a tile (blockwise, mxfp8).
 
 Formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning): e4m3 reaches 448 and has no infinity,
 e5m2 reaches 57,344. A block is (rows, columns); 0 stands for all of them: (0, 0) is the whole matrix, (1, 0) a row,
@@ -43,6 +44,26 @@ class Float8Matrix:
         """Cast x and its transpose with one scale of the matrix, as `quantize` casts each."""
         values, transposed = _kernels(x_RK).cast_both(x_RK, scale_11, dtype)
         return cls(values, scale_11, (0, 0)), cls(transposed, scale_11, (0, 0))
+
+    @classmethod
+    def quantize_blocks(cls, x_RK: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool) -> Float8Matrix:
+        """Cast x with the scales of its blocks' own amaxes: by `power_of_two_scale`, or `scale_from_amax`."""
+        values, scales = _kernels(x_RK).cast_blocks(x_RK, block, power_of_two, _LARGEST_SCALE, dtype)
+        return cls(values, scales, block)
+
+    @classmethod
+    def quantize_with_amax(cls, x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Float8Matrix, Tensor]:
+        """Cast x with one scale that is known before, and return its amax too, [1, 1]."""
+        values, _, amax = _kernels(x_RK).cast_with_amax(x_RK, scale_11, dtype, False)
+        return cls(values, scale_11, (0, 0)), amax
+
+    @classmethod
+    def quantize_both_with_amax(
+        cls, x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype
+    ) -> tuple[Float8Matrix, Float8Matrix, Tensor]:
+        """Cast x and its transpose with one scale that is known before, and return the amax too, [1, 1]."""
+        values, transposed, amax = _kernels(x_RK).cast_with_amax(x_RK, scale_11, dtype, True)
+        return cls(values, scale_11, (0, 0)), cls(transposed, scale_11, (0, 0)), amax
 
     def dequantize(self) -> Tensor:
         """Return values / scale in fp32, [R, K]."""
@@ -98,7 +119,13 @@ def triton_kernels() -> CastKernels:
     """Return the Triton form, which imports Triton when it runs."""
     from megalaunch.kernels import operators
 
-    return CastKernels(operators.float8_amax, operators.float8_cast, operators.float8_cast_both)
+    return CastKernels(
+        operators.float8_amax,
+        operators.float8_cast,
+        operators.float8_cast_both,
+        operators.float8_cast_blocks,
+        operators.float8_cast_with_amax,
+    )
 
 
 def _amax(x_RK: Tensor, block: Block) -> Tensor:
@@ -119,7 +146,23 @@ def _cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tens
     return values, values.t().contiguous()
 
 
-REFERENCE = CastKernels(_amax, _cast, _cast_both)
+def _cast_blocks(
+    x_RK: Tensor, block: Block, power_of_two: bool, largest_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    amax = _amax(x_RK, block)
+    scales = power_of_two_scale(amax, dtype) if power_of_two else scale_from_amax(amax, dtype)
+    return _cast(x_RK, scales, block, dtype), scales
+
+
+def _cast_with_amax(
+    x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    values = _cast(x_RK, scale_11, (0, 0), dtype)
+    transposed = values.t().contiguous() if transpose else values.new_empty(0)
+    return values, transposed, _amax(x_RK, (0, 0))
+
+
+REFERENCE = CastKernels(_amax, _cast, _cast_both, _cast_blocks, _cast_with_amax)
 """The plain-torch form."""
 
 

@@ -66,11 +66,17 @@ class CastKernels:
         amax: (x_RK, block) -> the largest absolute value of each block, fp32 [r, k].
         cast: (x_RK, scales_rk, block, dtype) -> fp8 values.
         cast_both: (x_RK, scale_11, dtype) -> fp8 values [R, K] and their transpose [K, R].
+        cast_blocks: (x_RK, block, power_of_two, largest_scale, dtype) -> fp8 values and the scales of their blocks
+            [r, k], which are (1, width) or square, with powers of two for both extents.
+        cast_with_amax: (x_RK, scale_11, dtype, transpose) -> fp8 values, their transpose (without elements if it is not
+            asked for) and the largest absolute value of x, fp32 [1, 1].
     """
 
     amax: Callable[[Tensor, Block], Tensor]
     cast: Callable[[Tensor, Tensor, Block, torch.dtype], Tensor]
     cast_both: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    cast_blocks: Callable[[Tensor, Block, bool, float, torch.dtype], tuple[Tensor, Tensor]]
+    cast_with_amax: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

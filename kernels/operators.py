@@ -332,3 +332,45 @@ def float8_cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tupl
 @float8_cast_both.register_fake
 def _(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(x_RK.shape[::-1], dtype=dtype)
+
+
+@custom_op("megalaunch::float8_cast_blocks", mutates_args=())
+def float8_cast_blocks(
+    x_RK: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return fp8 values and the scale of each block (`CastKernels.cast_blocks`)."""
+    from megalaunch.kernels.float8_cast_triton import cast_blocks
+
+    values, scales = _empty_blocks(x_RK, block, dtype)
+    cast_blocks(x_RK, scales, values, block, power_of_two, largest_scale)
+    return values, scales
+
+
+@float8_cast_blocks.register_fake
+def _(
+    x_RK: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _empty_blocks(x_RK, block, dtype)
+
+
+def _empty_blocks(x_RK: Tensor, block: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    counts = block_counts(x_RK.shape, block)
+    return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(counts, dtype=torch.float32)
+
+
+@custom_op("megalaunch::float8_cast_with_amax", mutates_args=())
+def float8_cast_with_amax(
+    x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return fp8 values, their transpose or nothing, and the amax (`CastKernels.cast_with_amax`)."""
+    from megalaunch.kernels.float8_cast_triton import cast_with_amax
+
+    return cast_with_amax(x_RK, scale_11, dtype, transpose)
+
+
+@float8_cast_with_amax.register_fake
+def _(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    values, transposed = (
+        x_RK.new_empty(size, dtype=dtype) for size in (x_RK.shape, x_RK.shape[::-1] if transpose else 0)
+    )
+    return values, transposed, x_RK.new_empty(1, 1, dtype=torch.float32)

@@ -24,6 +24,9 @@ KERNELS = {
     "cast by (1, 32) blocks, (130, 200) torch.bfloat16": ["_cast"],
     "cast with its transpose, (64, 128) torch.float8_e4m3fn": ["_cast"],
     "cast with its transpose, (130, 200) torch.float8_e5m2": ["_cast"],
+    "cast of (1, 32) blocks, (130, 200) torch.bfloat16": ["_cast_blocks", "_cast_blocks"],
+    "cast of (128, 128) blocks, (192, 96) torch.float16": ["_cast_blocks", "_cast_blocks"],
+    "cast with amax": ["_cast", "_cast"],
 }
 """Cases of test_triton.py with the kernels that each starts."""
 

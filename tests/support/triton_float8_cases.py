@@ -65,6 +65,41 @@ def cast_both_case(size: tuple[int, int], device: str, form: torch.dtype, transp
     assert torch.equal(turned.float(), expected.t())
 
 
+def blocks_case(
+    size: tuple[int, int], device: str, dtype: torch.dtype, block: Block, form: torch.dtype, transposed: bool = False
+) -> None:
+    """Scales and values equal to the reference's, bit for bit, also of zeros, infinity, NaN and tiny values."""
+    x = (randn(*size) * torch.logspace(-9, 5, size[0], dtype=torch.float64)[:, None]).to(device, dtype)
+    if size[0] > 100:
+        x[0], x[2, 0], x[3, -1], x[4] = 0.0, math.inf, math.nan, 1.5 * 2.0**-120
+        x[5], x[6] = 448.0, torch.nextafter(x.new_tensor(448.0), x.new_tensor(math.inf))  # at a power of two for mxfp8
+    x = x.t() if transposed else x
+    made = [
+        [kernels.cast_blocks(x, block, power_of_two, 2.0**126, form) for power_of_two in (False, True)]
+        for kernels in (triton_kernels(), REFERENCE)
+    ]
+    for found, expected in zip(*made, strict=True):
+        torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
+        known = ~expected[0].float().isnan()  # the interpreter's conversion does not know NaN
+        assert torch.equal(found[0].float()[known], expected[0].float()[known])
+        assert [each.dtype for each in found] == [form, torch.float32]
+        assert all(each.is_contiguous() for each in found)
+
+
+def amax_with_cast_case(size: tuple[int, int], device: str, form: torch.dtype, transposed: bool = False) -> None:
+    """Values, transpose and amax of one read: equal to the reference, saturated ones included."""
+    x = randn(*size).to(device, torch.bfloat16)
+    x = x.t() if transposed else x
+    scale = torch.full((1, 1), 300.0, device=device)
+    made = [
+        [kernels.cast_with_amax(x, scale, form, transpose) for transpose in (False, True)]
+        for kernels in (triton_kernels(), REFERENCE)
+    ]
+    for found, expected in zip(*made, strict=True):
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
+        assert all(one.is_contiguous() and one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+
+
 def rounding_case(device: str, form: torch.dtype) -> None:
     """Equal to torch's cast: random values, ties, and those around the smallest normal one and below half a spacing."""
     form_values = torch.arange(256, dtype=torch.uint8, device=device).view(form).float()
@@ -120,6 +155,19 @@ FLOAT8_CASES = {
         for size, form in (((1, 70), E4M3), ((130, 200), E5M2), ((64, 128), E4M3))
     },
     "cast with its transpose, transposed": partial(cast_both_case, (130, 200), form=E4M3, transposed=True),
+    **{
+        f"cast of {block} blocks, {size} {dtype}": partial(blocks_case, size, dtype=dtype, block=block, form=form)
+        for block in ((1, 32), (1, 128), (128, 128))
+        for size, dtype, form in zip(
+            _SIZES, (torch.float32, torch.bfloat16, torch.float16), (E4M3, E5M2, E4M3), strict=True
+        )
+    },
+    "cast of blocks, transposed": partial(
+        blocks_case, (130, 200), dtype=torch.float32, block=(1, 32), form=E4M3, transposed=True
+    ),
+    "cast of blocks of nothing": partial(blocks_case, (0, 8), dtype=torch.bfloat16, block=(1, 32), form=E4M3),
+    "cast with amax": partial(amax_with_cast_case, (130, 200), form=E5M2),
+    "cast with amax, transposed": partial(amax_with_cast_case, (70, 200), form=E4M3, transposed=True),
     **{f"rounding to {form}": partial(rounding_case, form=form) for form in (E4M3, E5M2)},
     **{f"saturation of {form}": partial(saturation_case, form=form) for form in (E4M3, E5M2)},
 }

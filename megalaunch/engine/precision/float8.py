@@ -136,6 +136,11 @@ class Float8Matmuls:
         if not both or not self._wgrad or self._blocks.activation != (0, 0):
             return OutputGrad(dy)
         dy_TF, dtype = dy.flatten(0, -2), self._dtypes[GRADIENT.index]
+        if self._delayed is not None and self._delayed.has_scales:
+            scale = self._delayed.scale(GRADIENT.index)
+            rows, columns, amax = Float8Matrix.quantize_both_with_amax(dy_TF, scale, dtype)
+            self._delayed.record(GRADIENT.index, amax)
+            return _CastGrad(dy, rows, columns)
         scale = self._scale(dy_TF, GRADIENT, LinearDim.OUT_FEATURES, (0, 0), dtype)
         return _CastGrad(dy, *Float8Matrix.quantize_both(dy_TF, scale, dtype))
 
@@ -161,15 +166,26 @@ class Float8Matmuls:
         """Cast a matrix that the matmul sums along its columns, the dim `along`."""
         block = self._blocks.weight if operand is WEIGHT else self._blocks.activation
         dtype = self._dtypes[operand.index]
+        if block[1]:  # smaller blocks than a row lie within a rank's shard
+            return Float8Matrix.quantize_blocks(x_RK, block, dtype, power_of_two=self._blocks.power_of_two)
+        if self._delayed is not None and self._delayed.has_scales:
+            return self._cast_delayed(x_RK, operand, dtype, self._delayed)
         return Float8Matrix.quantize(x_RK, self._scale(x_RK, operand, along, block, dtype), block, dtype)
+
+    def _cast_delayed(self, x_RK: Tensor, operand: Operand, dtype: torch.dtype, delayed: LayerAmax) -> Float8Matrix:
+        """Cast with the scale of earlier steps, and record the amax."""
+        scale = delayed.scale(operand.index)
+        if operand is WEIGHT and self.weight_amax is not None:
+            delayed.record(operand.index, self.weight_amax())
+            return Float8Matrix.quantize(x_RK, scale, (0, 0), dtype)
+        matrix, amax = Float8Matrix.quantize_with_amax(x_RK, scale, dtype)
+        delayed.record(operand.index, amax)
+        return matrix
 
     def _scale(self, x_RK: Tensor, operand: Operand, along: LinearDim, block: Block, dtype: torch.dtype) -> Tensor:
         amax = block_amax(x_RK, block)
         if self._delayed is not None:
             known = self.weight_amax if operand is WEIGHT else None
             self._delayed.record(operand.index, amax if known is None else known())
-            if self._delayed.has_scales:
-                return self._delayed.scale(operand.index)
-        if block[1] == 0:  # a whole row, or all rows; smaller blocks lie within a rank's shard
-            amax = self._reduce_amax(operand.dims if block[0] == 0 else (along,), amax)
+        amax = self._reduce_amax(operand.dims if block[0] == 0 else (along,), amax)
         return self._blocks.scale(amax, dtype)

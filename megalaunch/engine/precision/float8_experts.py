@@ -78,17 +78,19 @@ class Float8GroupedMatmuls:
         x_RK = weight_ENK.reshape(-1, columns)
         height, width = self._blocks.weight
         block = (height or rows, width)
-        amax = block_amax(x_RK, block)
-        if width == 0:
-            amax = self._reduce_amax(WEIGHT.dims if height == 0 else (along,), amax)
+        if width:
+            return self._quantize_blocks(x_RK, WEIGHT, block)
+        amax = self._reduce_amax(WEIGHT.dims if height == 0 else (along,), block_amax(x_RK, block))
         return self._quantize(x_RK, amax, WEIGHT, block)
 
     def _cast_rows(self, x_RK: Tensor, operand: Operand, along: LinearDim, offsets_E: Tensor) -> Float8Matrix:
         """Cast rows that the product sums along their columns, the dim `along`."""
         height, width = self._blocks.activation
+        if width:
+            return self._quantize_blocks(x_RK, operand, (height, width))
         if height:
-            amax = block_amax(x_RK, (height, width))
-            return self._quantize(x_RK, amax if width else self._reduce_amax((along,), amax), operand, (height, width))
+            amax = self._reduce_amax((along,), block_amax(x_RK, (height, width)))
+            return self._quantize(x_RK, amax, operand, (height, width))
         experts_R = experts_of_rows(offsets_E, x_RK.shape[0])
         amax_E1 = _amax_of_groups(
             x_RK.abs().amax(1, keepdim=True).float(),
@@ -103,13 +105,18 @@ class Float8GroupedMatmuls:
         x_KP = groups.pad(x_RK).t()
         height, width = self._blocks.activation
         block = (height, groups.width)
-        amax = block_amax(x_KP, block)  # [K or 1, P / width]
         if width:
-            return self._quantize(x_KP, amax, operand, block)
+            return self._quantize_blocks(x_KP, operand, block)
+        amax = block_amax(x_KP, block)  # [K or 1, P / width]
         amax = _amax_of_groups(amax.t(), groups.expert_of_block, groups.offsets_E.shape[0])
         amax = self._reduce_amax(operand.dims if height == 0 else (LinearDim.TOKENS,), amax)
         scales = self._scale(amax, operand)[groups.expert_of_block].t()
         return Float8Matrix.quantize(x_KP, scales, block, self._dtypes[operand.index])
+
+    def _quantize_blocks(self, x_RK: Tensor, operand: Operand, block: Block) -> Float8Matrix:
+        """Cast blocks of parts of rows, which lie within a rank's shard, by their own amaxes."""
+        dtype, power_of_two = self._dtypes[operand.index], self._blocks.power_of_two
+        return Float8Matrix.quantize_blocks(x_RK, block, dtype, power_of_two=power_of_two)
 
     def _quantize(self, x_RK: Tensor, amax: Tensor, operand: Operand, block: Block) -> Float8Matrix:
         return Float8Matrix.quantize(x_RK, self._scale(amax, operand), block, self._dtypes[operand.index])

@@ -170,6 +170,7 @@ LLMQ = replace(
 # after the MLP is apart, as is that of its gradients. rope_triton.py reads and writes a value once each way,
 # swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks. float8_cast_triton.py reads a value in 16 bits for
 # its amax (2 bytes) and for its cast (2, and 1 written): an input or weight twice, a gradient once for both layouts.
+# Those are tensorwise scales; blocks and delayed scales read a value once, which the constants leave out.
 # Without Triton a norm, an addition and a rotation are torch's operators, rope.py passes five times over queries and
 # keys, a cast is nine operators (33 bytes), and the second layout of a gradient a copy (2).
 ENGINE_EAGER = replace(

@@ -23,6 +23,15 @@ from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
+from megalaunch.kernels.float8_cast import (
+    E4M3,
+    REFERENCE,
+    Float8Matrix,
+    block_amax,
+    power_of_two_scale,
+    scale_from_amax,
+)
+from megalaunch.kernels.forms import Block
 from megalaunch.kernels.geglu import geglu, geglu_reference
 from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from megalaunch.kernels.layer_norm import layer_norm, layer_norm_reference
@@ -250,6 +259,45 @@ def _float8_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
     return build
 
 
+def _float8_cast(block: Block, power_of_two: bool) -> Callable[[_Inputs], Kernel]:
+    """A cast with the scales of its own blocks: of one read, against an amax and a cast that read twice."""
+
+    def build(at: _Inputs) -> Kernel:
+        x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
+
+        def reference(x: Tensor) -> Sequence[Tensor]:
+            return REFERENCE.cast_blocks(x, block, power_of_two, 2.0**126, E4M3)
+
+        def ours(x: Tensor) -> Sequence[Tensor]:
+            cast = Float8Matrix.quantize_blocks(x, block, E4M3, power_of_two=power_of_two)
+            return cast.values, cast.scales
+
+        def apart(x: Tensor) -> Sequence[Tensor]:
+            amax = block_amax(x, block)
+            scales = power_of_two_scale(amax, E4M3) if power_of_two else scale_from_amax(amax, E4M3)
+            return Float8Matrix.quantize(x, scales, block, E4M3).values, scales
+
+        forms: dict[str, Form] = {"reference": reference, "ours": ours, "ours, amax apart": apart}
+        return Kernel((x,), at.compiled(forms, reference), bytes=3 * x.numel(), backward=False)
+
+    return build
+
+
+def _float8_cast_delayed(at: _Inputs) -> Kernel:
+    x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
+    scale = torch.full((1, 1), 100.0, device=x.device)
+
+    def reference(x: Tensor) -> Sequence[Tensor]:
+        return REFERENCE.cast_with_amax(x, scale, E4M3, True)
+
+    def ours(x: Tensor) -> Sequence[Tensor]:
+        rows, columns, amax = Float8Matrix.quantize_both_with_amax(x, scale, E4M3)
+        return rows.values, columns.values, amax
+
+    forms: dict[str, Form] = {"reference": reference, "ours": ours}
+    return Kernel((x,), at.compiled(forms, reference), bytes=4 * x.numel(), backward=False)
+
+
 def _adamw(at: _Inputs) -> Kernel:
     s = at.sizes
     parameters = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
@@ -291,6 +339,10 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "rope": _rope,
     "fp8 linear, tensorwise": _float8_linear("tensorwise"),
     "fp8 linear, rowwise": _float8_linear("rowwise"),
+    "fp8 cast, 1 x 128": _float8_cast((1, 128), False),
+    "fp8 cast, 128 x 128": _float8_cast((128, 128), False),
+    "fp8 cast, mxfp8": _float8_cast((1, 32), True),
+    "fp8 cast, delayed, both layouts": _float8_cast_delayed,
     "grouped linear": _grouped_linear,
     "permute and unpermute": _permute,
     "AdamW": _adamw,
