@@ -20,6 +20,7 @@ from megalaunch.runs.import_megatron.importer import ScriptProblem, import_scrip
 from megalaunch.schema.paths import value_at
 
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
+LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 20 --non-persistent-local-ckpt-dir /nvme/x"
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
@@ -236,6 +237,10 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--global-batch-size=16", "batch.global_batch_size", 16),
         ("--num_layers 6", "model.num_layers", 6),
         ("--seed 7", "train.seed", 7),
+        (LOCAL, "checkpoint.local.interval", 20),
+        (LOCAL, "checkpoint.local.path", "/nvme/x"),
+        (LOCAL, "checkpoint.local.replicate", False),
+        (LOCAL + " --replication --replication-factor 2", "checkpoint.local.replicate", True),
     ],
 )  # fmt: skip
 def test_what_flags_mean(flags, key, value):
@@ -295,6 +300,11 @@ def test_all_of_it_composes(tmp_path):
         ),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size", "unsupported", "must be at least 1"),
         ("--tensor-model-paralel-size 2", "--tensor-model-paralel-size", "unknown", "--tensor-model-parallel-size"),
+        (LOCAL + " --replication --replication-factor 3", "--replication-factor", "unsupported", "has one copy"),
+        (LOCAL + " --replication-jump 8", "--replication-jump", "ignored", "its copy is on the next node"),
+        ("--non-persistent-ckpt-type global", "--non-persistent-ckpt-type", "unsupported", "of type local"),
+        ("--non-persistent-save-interval 5", "--non-persistent-save-interval", "unsupported", "of type local"),
+        ("--replication", "--replication", "ignored", "without --non-persistent-ckpt-type local"),
         ("--save-interval", "--save-interval", "unknown", "no value"),
         ("--data-path $DATA", "--data-path", "unresolved", "depends on the running shell"),
         ("--data-path $(ls /tmp)", "--data-path", "unresolved", "depends on the running shell"),

@@ -32,11 +32,30 @@ def training_values(given: Arguments, world: int | None) -> Values:
     _schedule(given, values)
     _optimizer(given, values)
     _data(given, values)
+    _local_checkpoints(given, values)
     _trackers(given, values)
     minutes = given.number("distributed-timeout-minutes")
     if minutes is not None:
         values["launcher.hang_timeout"] = minutes * 60
     return values
+
+
+def _local_checkpoints(given: Arguments, values: Values) -> None:
+    """Convert non-persistent checkpoints on the nodes' disks; other kinds of them are not supported."""
+    if given.value("non-persistent-ckpt-type") == "local":
+        values["checkpoint.local.interval"] = given.integer("non-persistent-save-interval", 0)
+        values["checkpoint.local.replicate"] = given.has("replication")
+        folder = given.value("non-persistent-local-ckpt-dir")
+        if folder:
+            values["checkpoint.local.path"] = folder
+        if given.has("replication") and given.integer("replication-factor", 2) != 2:
+            given.mark_unsupported("replication-factor", "each shard has one copy, on the next node")
+    for flag in ("non-persistent-save-interval", "non-persistent-ckpt-type", "non-persistent-local-ckpt-dir"):
+        if given.value("non-persistent-ckpt-type") != "local":
+            given.mark_unsupported(flag, "non-persistent checkpoints are those of type local (checkpoint.local)")
+    for flag in ("replication", "replication-factor"):
+        if given.value("non-persistent-ckpt-type") != "local":
+            given.mark_ignored(flag, "has no effect without --non-persistent-ckpt-type local")
 
 
 def _trackers(given: Arguments, values: Values) -> None:

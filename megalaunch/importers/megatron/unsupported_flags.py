@@ -97,8 +97,11 @@ IGNORED: dict[str, str] = {
         distributed-timeout-seconds-after-init
         adlr-* exit-signal exit-signal-handler exit-signal-handler-for-* rerun-* error-injection-* fault-*
         flight-recorder-*
-        no-flight-recorder-* result-rejected-tracker-filename non-persistent-* replication replication-*
+        no-flight-recorder-* result-rejected-tracker-filename
         gpu-sniff-test-interval
+    """,
+    "a local checkpoint has one file for each rank, and its copy is on the next node": """
+        non-persistent-local-ckpt-algo replication-jump
     """,
     "silent corruption is train.check_weight_hash_across_dp_replicas_interval": "check-weight-hash-*",
     "bad steps are handled by train.bad_step_action and train.check_for_spiky_loss": """
@@ -128,6 +131,7 @@ IGNORED: dict[str, str] = {
 }
 
 UNSUPPORTED: dict[str, str] = {
+    "non-persistent checkpoints are those of type local (checkpoint.local)": "non-persistent-global-ckpt-dir",
     "the only QK norm is RMSNorm": "qk-l2-norm export-qk-l2-norm qk-clip qk-clip-*",
     "initial weights have a normal distribution": "init-method-xavier-uniform",
     "attention output gates are not supported": "attention-output-gate",

@@ -32,7 +32,7 @@ def min_nodes(at: RuleContext) -> Iterator[Violation]:
         yield Violation(_KEY, message, {"min_nodes": fewest, "nodes": nodes}, fixes)
 
 
-@rule("launcher.fewer_nodes", "The numbers of nodes on which a run continues after it has lost some are told.")
+@rule("launcher.fewer_nodes", "A note lists the numbers of nodes on which a run continues after it has lost some.")
 def fewer_nodes(at: RuleContext) -> Iterator[Violation]:
     """The run takes the largest number that is not above the nodes that are left; further nodes are spare."""
     fewest = at.spec.launcher.min_nodes
