@@ -251,6 +251,23 @@ def test_matmuls_of_a_run_in_fp8_that_stay_in_bf16(seventy):
     )
 
 
+def test_casts_to_fp8_take_the_time_of_their_recipe(seventy):
+    """A kernel that takes the amax with the cast reads a value once; with wgrad=false each value is cast once."""
+
+    def traffic(**fp8):
+        settings = {f"precision__fp8__{key}": value for key, value in fp8.items()}
+        stack = engine_stack(_with(seventy, precision__compute_dtype="fp8", **settings))
+        return stack.cast_traffic.value, stack.weight_cast_traffic.value
+
+    assert traffic(recipe="tensorwise") == (8, 10)
+    assert traffic(recipe="rowwise") == (10, 10)
+    assert traffic(recipe="delayed") == (5, 6)
+    assert traffic(recipe="blockwise") == traffic(recipe="mxfp8") == (6, 6)
+    assert traffic(recipe="tensorwise", wgrad=False) == (5, 10)
+    assert traffic(recipe="delayed", wgrad=False) == (3, 6)
+    assert engine_stack(seventy) is ENGINE_EAGER
+
+
 def test_depths_of_multi_token_prediction_are_no_last_layers():
     deep = resolved("recipe=deepseek_v3", "precision.compute_dtype=fp8", "precision.fp8.last_layers_bf16=1")[0]
     kinds = {kind for chunks in chunks_by_rank(deep) for chunk in chunks for kind, _ in chunk.kinds}

@@ -8,7 +8,10 @@ held (docs/plan.md).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 from megalaunch.plan.attention_choice import describe_backend
@@ -16,6 +19,7 @@ from megalaunch.plan.cost.constants import Constant
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import TRITON_DEVICES
 from megalaunch.schema import RunSpec
+from megalaunch.schema.precision import Float8Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +174,7 @@ LLMQ = replace(
 # after the MLP is apart, as is that of its gradients. rope_triton.py reads and writes a value once each way,
 # swiglu_triton.py is SwiGLU, geglu_triton.py the other gated blocks. float8_cast_triton.py reads a value in 16 bits for
 # its amax (2 bytes) and for its cast (2, and 1 written): an input or weight twice, a gradient once for both layouts.
-# Those are tensorwise scales; blocks and delayed scales read a value once, which the constants leave out.
+# Those are tensorwise scales; `_TRITON_CASTS` has the others.
 # Without Triton a norm, an addition and a rotation are torch's operators, rope.py passes five times over queries and
 # keys, a cast is nine operators (33 bytes), and the second layout of a gradient a copy (2).
 ENGINE_EAGER = replace(
@@ -188,6 +192,34 @@ ENGINE_EAGER = replace(
     ring_gradient_bytes=4,
     frees_stages=True,
 )
+# Bytes moved by the casts of (an input, a gradient, a weight) for two matmuls each: a cast reads 2 and writes 1, an
+# amax of its own reads 2. One scale of a gradient serves both matmuls, with one amax and one read. Blocks and delayed
+# scales take the amax with the cast.
+_TRITON_CASTS: Mapping[Float8Recipe, tuple[int, int, int]] = MappingProxyType(
+    {
+        "tensorwise": (10, 6, 10),
+        "rowwise": (10, 10, 10),
+        "delayed": (6, 4, 6),
+        "blockwise": (6, 6, 6),
+        "mxfp8": (6, 6, 6),
+    }
+)
+
+
+@cache
+def _eager_in_fp8(recipe: Float8Recipe, wgrad: bool) -> Stack:
+    """Return the eager profile with the casts of a recipe; weight gradients in 16 bits need no casts."""
+    inputs, gradients, weights = map(float, _TRITON_CASTS[recipe])
+    if not wgrad:
+        inputs = gradients = inputs / 2
+    where = f"of {recipe} scales (kernels/float8_cast_triton.py)"
+    return replace(
+        ENGINE_EAGER,
+        cast_traffic=Constant(_CAST, (inputs + gradients) / 2, f"inputs {inputs:g}, gradients {gradients:g} {where}"),
+        weight_cast_traffic=Constant(_WEIGHT_CAST, weights, f"two casts {where}"),
+    )
+
+
 # Linear layers by Transformer Engine, which casts in one kernel, and weights once a step.
 ENGINE_TRANSFORMER_ENGINE = replace(
     ENGINE_EAGER,
@@ -224,8 +256,10 @@ def engine_stack(spec: RunSpec) -> Stack:
         return ENGINE_TRANSFORMER_ENGINE
     if spec.train.compile:
         return ENGINE_COMPILED
-    chip = CHIPS.get(spec.platform.chip)
-    return ENGINE_EAGER if chip is None or chip.device in TRITON_DEVICES else ENGINE_WITHOUT_TRITON
+    chip, fp8 = CHIPS.get(spec.platform.chip), spec.precision.fp8
+    if chip is not None and chip.device not in TRITON_DEVICES:
+        return ENGINE_WITHOUT_TRITON
+    return _eager_in_fp8(fp8.recipe, fp8.wgrad) if spec.precision.compute_dtype == "fp8" else ENGINE_EAGER
 
 
 def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]:
