@@ -50,9 +50,9 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
     """
     from megalaunch.launch.announcement import Announcement
     from megalaunch.launch.background import continue_in_background
-    from megalaunch.launch.directory import RunDirectoryError, lock_run, unlock_run
+    from megalaunch.launch.directory import RunDirectoryError, unlock_run
     from megalaunch.launch.display.summary import finished_report
-    from megalaunch.launch.lock import RunLocked
+    from megalaunch.runs.directory_lock import lock_directory
     from megalaunch.runs.several_nodes import join_run, start_by_srun
 
     place = planned.place
@@ -74,12 +74,7 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
     if place is not None and place.rank > 0:
         return join_run(planned.spec, planned.directory, place, planned.machine.cores, stop)
     background = continue_in_background() if detach else None
-    try:
-        lock = lock_run(planned.directory)
-    except RunDirectoryError as error:
-        refuse_directory(error)
-    except RunLocked as error:
-        fail(f"{error}\nfix:  wait for it or stop it there, or name another run.directory")
+    lock = lock_directory(planned.directory)
     try:
         if planned.decision.action == "continue":
             typer.echo(f"continuing the run in {planned.directory.root}")
