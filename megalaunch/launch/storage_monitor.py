@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import tempfile
 import time
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megalaunch.launch.directory import unwritable_reason
 from megalaunch.launch.display.event_messages import storage_back, storage_warning
 from megalaunch.launch.write_thread import STALLED_SECONDS, WriteThread
 from megalaunch.rundir.events import EventName, make_event
 from megalaunch.rundir.jsonl import Record, append_line
+from megalaunch.rundir.outcome import Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.pending_writes import FailedWrite, PendingWrites
 from megalaunch.rundir.storage_wait import LONGEST_PAUSE, StorageWait, remedy
@@ -41,7 +44,7 @@ class StorageMonitor:
 
     def __init__(self, directory: RunDirectory, timeout: float, touch: Callable[[], None] = lambda: None) -> None:
         self._directory, self._timeout, self._touch = directory, timeout, touch
-        self._writes, self._checkpoint_probes = WriteThread(), WriteThread()
+        self._writes, self._checkpoint_probes, self._final_writes = WriteThread(), WriteThread(), WriteThread()
         self._failed: dict[Path, FailedWrite] = {}  # the last probe of a folder, if it failed
         self._stalled: Path | None = None  # recorded by an event
         self._wait = StorageWait(timeout)
@@ -93,6 +96,26 @@ class StorageMonitor:
         record, path = make_event(event, **details), self._directory.events
         seconds = 0.0 if self._writes.is_stalled else STALLED_SECONDS
         self._writes.submit(lambda: self._events.add(path, lambda: append_line(path, record)), seconds)
+
+    def unwritable_reason(self) -> str | None:
+        """Return why a folder of the run cannot be written, or None. A write that does not return is a reason."""
+        found: list[str | None] = []
+        self._write(lambda: found.append(unwritable_reason(self._directory)))
+        return found[0] if found else f"a folder of {self._directory.root} cannot be written: {_STALL.strerror}"
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Write the outcome, unless the storage fails or blocks: exit code and report show it all the same."""
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                write_outcome(self._directory.outcome, outcome)
+
+        self._write(write)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Run a write and wait for it, unless one before it has not returned yet."""
+        if self._final_writes.is_idle:
+            self._final_writes.submit(write, STALLED_SECONDS)
 
     def take_lines(self) -> list[str]:
         """Return the lines for the terminal since the last call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any, Protocol
 from megalaunch.format.numbers import format_duration
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
-from megalaunch.launch.directory import unwritable_reason
 from megalaunch.launch.failure import SUPERSEDED, record_failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
@@ -19,7 +17,7 @@ from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.rundir.events import EventName
-from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
+from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.rundir.tail import JsonlTail
 from megalaunch.rundir.worker_failure import Failure, is_no_progress
@@ -164,7 +162,7 @@ class Supervisor:
     def _becomes_writable(self) -> bool:
         """Wait until the run directory can be written; False after the deadline, or a stop request."""
         began = time.monotonic()
-        while (unwritable := unwritable_reason(self._directory)) or self._storage.is_failing:
+        while (unwritable := self._storage.unwritable_reason()) or self._storage.is_failing:
             waited = max(time.monotonic() - began, self._storage.seconds)
             if self._stop.count or waited >= self._spec.run.storage_timeout:
                 break
@@ -256,7 +254,7 @@ class Supervisor:
             log = "the agent's log" if failure.rank is None else self._directory.rank_log(failure.rank)
             reason = f"later workers have taken over the run (see {log}); nothing was changed since"
             return LaunchResult(Outcome(int(ExitCode.PREEMPTED), reason, self._view.step))
-        unwritable = unwritable_reason(self._directory)
+        unwritable = self._storage.unwritable_reason()
         if self._stop.count:
             code, failure = self._stop.exit_code, None
             why = f" ({unwritable})" if unwritable else ""
@@ -275,8 +273,7 @@ class Supervisor:
         if failure is not None:
             details["restarts_in_a_row"] = self._budget.used
         outcome = Outcome(int(code), reason, self._view.step, details)
-        with contextlib.suppress(OSError):  # a full disk: the exit code and the report still show the outcome
-            write_outcome(self._directory.outcome, outcome)
+        self._storage.write_outcome(outcome)
         self._record("outcome", exit_code=outcome.exit_code, reason=reason)
         return LaunchResult(outcome, failure)
 

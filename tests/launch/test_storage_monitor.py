@@ -13,8 +13,10 @@ from launching import wait_until
 
 from megalaunch.launch import storage_monitor as monitor_module
 from megalaunch.launch import write_thread
+from megalaunch.launch.directory import create_folders
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -123,3 +125,23 @@ def test_a_write_that_does_not_return_blocks_nothing_and_is_recorded(tmp_path, m
     recorded = wait_until(lambda: (found := list(read_lines(directory.events))) and len(found) == 3 and found)
     assert [event["event"] for event in recorded] == ["storage_wait", "note", "storage_back"]
     assert recorded[0]["path"] == recorded[2]["path"] == str(tmp_path)
+
+
+def test_storage_that_blocks_at_the_end_of_a_launch_is_a_reason_and_blocks_no_end(tmp_path, monkeypatch):
+    thawed, real = threading.Event(), monitor_module.unwritable_reason
+    monkeypatch.setattr(monitor_module, "unwritable_reason", lambda directory: thawed.wait() and real(directory))
+    monkeypatch.setattr(monitor_module, "STALLED_SECONDS", 0.05)
+    directory = RunDirectory(tmp_path)
+    monitor = StorageMonitor(directory, 600.0)
+    began = time.monotonic()
+    reason = f"a folder of {tmp_path} cannot be written: a write does not return"
+    assert [monitor.unwritable_reason(), monitor.unwritable_reason()] == [reason] * 2
+    monitor.write_outcome(Outcome(7, "a reason", 1))
+    assert time.monotonic() - began < 2
+    assert not directory.outcome.exists()
+    thawed.set()
+    create_folders(directory)
+    directory.events.touch()
+    wait_until(lambda: monitor.unwritable_reason() is None)
+    monitor.write_outcome(Outcome(7, "a reason", 1))
+    assert directory.outcome.exists()
