@@ -104,6 +104,8 @@ def _write(directory: Path, texts: dict[str, str], pieces: Iterator[memoryview],
     """Write the files of a shard. Raises CheckpointError if their hashes are not those of the manifest."""
     records = []
     for name, text in texts.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"the copy names a file outside of its folder: {name!r}")
         with HashedFile(directory / name) as file:
             file.write(text.encode())
         records.append(file.record)

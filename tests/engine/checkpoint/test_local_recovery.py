@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 
+from megalaunch.engine.checkpoint import shard_transfer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.local_recovery import choose_sources, newest_first, problem_of, transfers
 from megalaunch.engine.checkpoint.local_shard import layout_digest, load_shard, write_shard
@@ -140,6 +141,13 @@ def test_a_copy_has_the_bytes_of_the_shard_and_a_damaged_one_is_refused(tmp_path
         path.name: path.read_bytes() for path in good.iterdir()
     }
     assert [path.name for path in rank_folder(tmp_path / "copies", 0).iterdir()] == ["step_00000002"]
+
+
+def test_a_copy_is_written_in_its_own_folder_only(tmp_path):
+    (tmp_path / "shard").mkdir()
+    with pytest.raises(CheckpointError, match=r"names a file outside of its folder: '\.\./shard\.json'"):
+        shard_transfer._write(tmp_path / "shard", {"../shard.json": "{}"}, iter(()), lambda count: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["shard"]
 
 
 def test_a_folder_knows_its_neighbours_and_keeps_their_shards_only(tmp_path):
