@@ -62,7 +62,7 @@ def test_exit_codes_and_events():
     assert text.startswith("exit code 75: stopped by a signal; the run can be resumed\n")
     assert "  next    run the same command to resume\n" in text
     text = run.invoke(app, ["explain", "restart"]).output
-    assert text.startswith("restart: an event in events.jsonl\n\n  written by  the launcher\n")
+    assert text.startswith("restart: an event in events.jsonl\n\n  written by  the launcher, or the agent of node 0 ")
     assert "  pause_seconds  seconds that the launcher waits before it\n" in text
     both = run.invoke(app, ["explain", "checkpoint"]).output  # a section and an event
     assert "checkpoint.load_pretrained\n" in both

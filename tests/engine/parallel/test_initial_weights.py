@@ -18,7 +18,7 @@ from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model import init_value as drawing
 from megalaunch.engine.model.init_value import init_value
 from megalaunch.engine.parallel.parallelize import build_sharded_model
-from megalaunch.engine.train import trainer
+from megalaunch.engine.train import run_start
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, with_values
 
@@ -79,7 +79,7 @@ def test_nothing_is_drawn_before_a_checkpoint_is_loaded(tmp_path: Path, monkeypa
     def refused(*args: Any) -> None:
         raise AssertionError("weights are drawn, though a checkpoint has them")
 
-    monkeypatch.setattr(trainer, "init_weights", refused)
+    monkeypatch.setattr(run_start, "init_weights", refused)
     monkeypatch.setattr(drawing, "fill_normal", refused)
     assert "after step 3" in run_loop(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "run").reason
     beside = with_values(spec, {"train.exit_at_step": 1, "checkpoint.load_pretrained": str(tmp_path / "run")})
