@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from token_files import sentences, small_tokenizer, write_jsonl
@@ -177,6 +177,8 @@ def test_too_many_shards_are_refused_with_the_largest_number(tmp_path, settings)
 
 @hypothesis_settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.lists(st.integers(0, 90), max_size=12), min_size=1, max_size=5), count=st.integers(1, 6))
+@example(sizes=[[], [0]], count=2)  # an empty file is no shard
+@example(sizes=[[5], [], [], [5]], count=3)
 def test_every_byte_is_in_one_shard_and_no_line_is_split(tmp_path_factory, sizes, count):
     folder = tmp_path_factory.mktemp("inputs")
     for number, lines in enumerate(sizes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.chunking import Chunk, Position, chunks, line_end
@@ -76,11 +76,16 @@ def divide(inputs: Sequence[Input], count: int) -> list[Shard]:
 
 
 def _borders(inputs: Sequence[Input], count: int) -> list[Position]:
-    """Return the different borders of `count` shards of about the same size, with the beginning and the end."""
-    total = sum(entry.size for entry in inputs)
+    """Return the different borders of `count` shards of about the same size, with the beginning and the end.
+
+    Borders before and after an empty file are one: there are as many bytes before both.
+    """
+    before = list(accumulate((entry.size for entry in inputs), initial=0))
+    total = before[-1]
     between = (_border(inputs, total * number // count) for number in range(1, count))
-    borders = {Position(0, 0), *between, Position(len(inputs), 0)}
-    return sorted(borders, key=lambda border: (border.file, border.offset))
+    by_byte = {before[border.file] + border.offset: border for border in between}
+    inner = [by_byte[byte] for byte in sorted(by_byte) if 0 < byte < total]
+    return [Position(0, 0), *inner, Position(len(inputs), 0)]
 
 
 def _border(inputs: Sequence[Input], byte: int) -> Position:
