@@ -18,8 +18,12 @@ class MemoryCgroup:
         self._folder = folder
 
     def add(self, pid: int) -> None:
-        """Move a process into it."""
-        (self._folder / "cgroup.procs").write_text(str(pid))
+        """Move a process into it, and the children that it has started already; later ones are born in it."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # one that has ended
+            (self._folder / "cgroup.procs").write_text(str(pid))
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                for child in children.read_text().split():
+                    self.add(int(child))
 
 
 @contextlib.contextmanager
