@@ -31,6 +31,7 @@ class FailedWorkers:
         self._directory = directory
         self._tail = JsonlTail(directory.events, at_end=True)
         self._oom_kills = OomKills.count()
+        self._is_superseded = False  # later workers have taken over the run, so that its events are theirs
 
     def record(self, exit_codes: Mapping[int, int | None]) -> None:
         """Record the workers of the newest attempt that failed without a word, unless the cause has been recorded.
@@ -39,6 +40,7 @@ class FailedWorkers:
             exit_codes: by rank, negative for a signal; the first failure first.
         """
         kill, self._oom_kills = self._oom_kills.since(), OomKills.count()
+        self._is_superseded = ExitCode.PREEMPTED in exit_codes.values()
         attempt = current_attempt(os.environ)
         events = [event for event in self._tail.read_new()[0] if _is_failure(event, attempt)]
         if not all(map(is_lost_peer, events)):
@@ -55,7 +57,12 @@ class FailedWorkers:
         return failures[-1] if failures and failures[-1].attempt == attempt else None
 
     def record_restart(self) -> None:
-        """Record that the agents of all nodes start the next attempt, with the cause of the failure of the last one."""
+        """Record that the agents of all nodes start the next attempt, with the cause of the failure of the last one.
+
+        Not that of superseded workers, which ended with `ExitCode.PREEMPTED`: the next ones will do so too.
+        """
+        if self._is_superseded:
+            return
         attempt = current_attempt(os.environ)
         with contextlib.suppress(OSError):  # as above
             failure = self.cause(attempt - 1)

@@ -85,3 +85,13 @@ def test_a_restart_is_recorded_with_the_cause_of_the_last_attempt(directory, att
     FailedWorkers(directory).record_restart()
     (restart,) = events_of(directory, "restart")
     assert (restart["attempt"], restart["reason"], restart["pause_seconds"]) == (2, reason, 0.0)
+
+
+def test_workers_that_later_ones_have_superseded_record_no_restart(directory):
+    failed = FailedWorkers(directory)
+    failed.record({0: 75, 1: -15})
+    failed.record_restart()
+    assert events_of(directory, "restart") == []
+    failed.record({0: 1, 1: -15})
+    failed.record_restart()
+    assert len(events_of(directory, "restart")) == 1
