@@ -33,7 +33,9 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True)
 class OomKill:
-    """A kill by the kernel for memory: limit and peak of the cgroup in bytes; without a limit it is the machine's.
+    """A kill by the kernel for memory: limit and peak of the cgroup in bytes.
+
+    Without a limit it is the machine's, or that of a cgroup that this process is not in: one counter has both.
 
     The text of it is the reason in failure reports.
     """
@@ -43,7 +45,7 @@ class OomKill:
 
     def __str__(self) -> str:
         if self.limit is None:
-            return "killed by the kernel: the machine is out of memory"
+            return "killed by the kernel for memory: of the machine, or of a cgroup that is not seen from here"
         peak = "" if self.peak is None else f", peak {format_bytes(self.peak)}"
         return f"killed by the kernel for memory: limit of its cgroup {format_bytes(self.limit)}{peak}"
 

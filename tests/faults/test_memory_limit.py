@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -24,8 +25,9 @@ def is_named(event: dict[str, object]) -> bool:
 
 def test_the_limit_is_named_on_one_node(tmp_path):
     fault = {"FAKE_FAULT": "memory:1:7"}
-    with memory_cgroup(LIMIT) as group, launched(tmp_path, tiny_spec(launcher__max_restarts=0), **fault) as process:
-        group.add(process.pid)
+    with memory_cgroup(LIMIT) as group, contextlib.ExitStack() as stack:
+        with group.joined():
+            process = stack.enter_context(launched(tmp_path, tiny_spec(launcher__max_restarts=0), **fault))
         _, err = process.communicate(timeout=60)
     (killed,) = filter(is_named, events_of(run_of(tmp_path), "worker_failed"))
     assert (killed["rank"], killed["step"]) == (1, 7)
@@ -36,14 +38,19 @@ def test_the_limit_is_named_on_one_node(tmp_path):
 def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
     run = run_of(tmp_path)
     with memory_cgroup(LIMIT) as group:
+
+        def limited(node):
+            return group.joined() if node == 1 else contextlib.nullcontext()
+
         if worker == "fake":
             fault = {"FAKE_FAULT": "memory:1:7:2", "FAKE_STEP_SECONDS": "0.05"}
-            nodes = start_nodes(tmp_path, slurm_step, "launcher.max_restarts=1", **fault)
+            nodes = start_nodes(tmp_path, slurm_step, "launcher.max_restarts=1", start_within=limited, **fault)
         else:
             write_faulty_step(tmp_path, rank=1, step=7, fault="self.taken = [b'1' * 2**24 for _ in range(1000)]")
             path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-            nodes = start_training_nodes(tmp_path, "launcher.max_restarts=1", shared=tmp_path, PYTHONPATH=path)
-        group.add(nodes[1].pid)
+            nodes = start_training_nodes(
+                tmp_path, "launcher.max_restarts=1", shared=tmp_path, start_within=limited, PYTHONPATH=path
+            )
         with ended_processes(nodes) as (first, second):
             pass
     assert (first.returncode, second.returncode) == (5, 5), first.output + second.output

@@ -252,7 +252,11 @@ V1 = "sys/fs/cgroup/memory/pod"
             f"{V1}/run/memory.oom_control",
             "killed by the kernel for memory: limit of its cgroup 512.0 MB",
         ),
-        ({}, "proc/vmstat", "killed by the kernel: the machine is out of memory"),
+        (
+            {},
+            "proc/vmstat",
+            "killed by the kernel for memory: of the machine, or of a cgroup that is not seen from here",
+        ),
         ({}, "elsewhere", "killed from outside"),
     ],
 )

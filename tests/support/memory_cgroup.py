@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,13 +18,22 @@ class MemoryCgroup:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def add(self, pid: int) -> None:
-        """Move a process into it, and the children that it has started already; later ones are born in it."""
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # one that has ended
-            (self._folder / "cgroup.procs").write_text(str(pid))
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                for child in children.read_text().split():
-                    self.add(int(child))
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have this process in it for a moment: what it starts is born in it, before it can look at its limits.
+
+        The memory that this process has stays with the group that it comes back to.
+        """
+        own, _ = _own_group()
+        self._add(self._folder)
+        try:
+            yield
+        finally:
+            self._add(own)
+
+    @staticmethod
+    def _add(folder: Path) -> None:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 @contextlib.contextmanager

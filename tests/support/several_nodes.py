@@ -7,7 +7,7 @@ import random
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from training import tiny_overrides
 from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
+
+StartWithin = Callable[[int], AbstractContextManager[object]]  # of a node: what it is started within
 
 
 @dataclass(frozen=True)
@@ -75,29 +77,42 @@ def indexed_job(node: int, port: int) -> dict[str, str]:
 
 
 def start_nodes(
-    folder: Path, variables: Callable[[int, int], dict[str, str]], *more: str, **environment: str
+    folder: Path,
+    variables: Callable[[int, int], dict[str, str]],
+    *more: str,
+    start_within: StartWithin = nullcontext,
+    **environment: str,
 ) -> list[subprocess.Popen[str]]:
     """Two nodes with fake workers, each by the same command."""
     port = free_ports()
     overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more)
-    return [start_on_h100(0, folder, "train", *overrides, **variables(node, port), **environment) for node in range(2)]
+    nodes = []
+    for node in range(2):
+        with start_within(node):
+            nodes.append(start_on_h100(0, folder, "train", *overrides, **variables(node, port), **environment))
+    return nodes
 
 
-def start_training_nodes(folder: Path, *more: str, shared: Path, **environment: str) -> list[subprocess.Popen[str]]:
+def start_training_nodes(
+    folder: Path, *more: str, shared: Path, start_within: StartWithin = nullcontext, **environment: str
+) -> list[subprocess.Popen[str]]:
     """Two nodes of a Slurm step with real workers, one each."""
     port = free_ports()
     overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more, shared=shared)
-    return [
-        subprocess.Popen(
-            [*COLD_MEGALAUNCH, "train", *overrides],
-            cwd=folder,
-            env={**os.environ, **slurm_step(node, port), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
+    nodes = []
+    for node in range(2):
+        with start_within(node):
+            nodes.append(
+                subprocess.Popen(
+                    [*COLD_MEGALAUNCH, "train", *overrides],
+                    cwd=folder,
+                    env={**os.environ, **slurm_step(node, port), **environment},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+    return nodes
 
 
 @contextmanager
