@@ -9,6 +9,7 @@ import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.dtensor import to_local_no_grad
+from megalaunch.engine.platform.pinned_buffer import pinned_zeros
 from megalaunch.engine.platform.registry import platform_of
 
 _LOOK_SECONDS = 1.0
@@ -28,12 +29,12 @@ class PinnedStaging:
         copying: set[torch.device] = set()
         for name, tensor in tensors.items():
             values = to_local_no_grad(tensor)
-            pinned = platform_of(values.device).pins_host_memory
+            platform = platform_of(values.device)
             if name not in self._buffers:
                 # pinned: the copies from the device run asynchronously; one synchronize waits for all
-                self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
-            self._buffers[name].copy_(values, non_blocking=pinned)
-            if pinned:
+                self._buffers[name] = pinned_zeros(values.shape, values.dtype, platform)
+            self._buffers[name].copy_(values, non_blocking=platform.pins_host_memory)
+            if platform.pins_host_memory:
                 copying.add(values.device)
         for device in copying:
             platform_of(device).synchronize(device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.dtensor import to_local_no_grad
+from megalaunch.engine.platform.pinned_buffer import pinned_zeros
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.torch_private import with_local_shard
 
@@ -53,15 +54,13 @@ class PinnedHostCopies:
 
     def zeros_like(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return zeros in host memory; a DTensor of the parameter's global shape if the parameter is one."""
-        shape = to_local_no_grad(parameter).shape
-        return with_local_shard(parameter, torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self._pins))
+        return with_local_shard(parameter, pinned_zeros(to_local_no_grad(parameter).shape, dtype, self._platform))
 
     def send(self, name: str, weight: Tensor, gradient: Tensor) -> None:
         """Start the copies to buffers that are allocated once: pinning memory takes longer than a copy."""
         if name not in self._buffers:
             weight_buffer, gradient_buffer = (
-                torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=self._pins)
-                for one in (weight, gradient)
+                pinned_zeros(one.shape, one.dtype, self._platform) for one in (weight, gradient)
             )
             self._buffers[name] = weight_buffer, gradient_buffer
         if self._to_host is not None:  # behind what computes the gradient

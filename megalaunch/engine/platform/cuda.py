@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -23,6 +24,12 @@ class CudaPlatform(Platform):
         """Return fp16, and bf16 from Ampere on."""
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return (torch.bfloat16, torch.float16) if bf16 else (torch.float16,)
+
+    def pin_pages(self, address: int, length: int) -> Callable[[], None]:
+        """Register pages with the driver, as cudaHostAlloc does with those that it allocates."""
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, length, 0))
+        return lambda: runtime.cudaHostUnregister(address)
 
     def set_matmul_precision(self, tf32: bool) -> None:
         """Set how matmuls are computed, before the first of them.

@@ -159,6 +159,21 @@ class Platform:
         """Return the most bytes that tensors held on the device since the start."""
         return int(self._function("max_memory_allocated")(device))
 
+    def pin_pages(self, address: int, length: int) -> Callable[[], None] | None:
+        """Pin whole pages of host memory and return the function that unpins them.
+
+        None: the platform pins only what torch's allocator of pinned memory allocates.
+
+        Args:
+            address: of the first page.
+            length: bytes.
+
+        Raises:
+            RuntimeError: The pages cannot be pinned; the device's message says why.
+        """
+        del address, length
+        return None
+
     # Numerics
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
