@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -27,7 +28,7 @@ class CudaPlatform(Platform):
 
     def pin_pages(self, address: int, length: int) -> Callable[[], None]:
         """Register pages with the driver, as cudaHostAlloc does with those that it allocates."""
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(address, length, 0))
         return lambda: runtime.cudaHostUnregister(address)
 
