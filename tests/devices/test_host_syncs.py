@@ -87,12 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-READS = Counter(
-    {
-        ("to host", "rank_sync.py:total_valid_tokens"): 1,  # before the forward pass: the number that divides the loss
-        ("to host", "rank_sync.py:reduce_step_stats"): 1,  # after the backward pass: loss, norm, stop signal, loads
-    }
-)
+READS = Counter({("to host", "rank_sync.py:reduce_step_stats"): 1})  # loss, norm, stop signal, loads of experts
 ROW_COUNTS = ("to host", "expert_parallel.py:read_row_counts")
 
 

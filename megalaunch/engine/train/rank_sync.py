@@ -1,7 +1,8 @@
 """Share token counts, losses, norms, stop signals and errors between ranks, in one all-reduce per call.
 
-The host waits for the device once per call, to read the result. Numbers of the host are written to the device by
-kernels: a copy from pageable memory would wait for the stream too.
+Token counts are known on the host, and are summed there, while the device still computes. In the other calls the host
+waits for the device once, to read the result; its own numbers are written to the device by kernels: a copy from
+pageable memory would wait for the stream too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalaunch.engine.checkpoint.coordination import coordination_group
 from megalaunch.engine.run_end import RankError, RunEnd
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -49,15 +51,14 @@ class StepReduction:
         return all(math.isfinite(number) for number in (self.loss, *self.mtp_losses))
 
 
-def total_valid_tokens(
-    mine: Sequence[int], problem: RankError | None, step: int, device: torch.device
-) -> tuple[int, ...]:
-    """All-reduce numbers of labels with a loss; raises a RunEnd on every rank if any has a problem.
+def total_valid_tokens(mine: Sequence[int], problem: RankError | None, step: int) -> tuple[int, ...]:
+    """All-reduce numbers of labels with a loss, on the CPU; raises a RunEnd on every rank if any has a problem.
 
-    The problem count is part of the same all-reduce; the reasons are gathered only if it is not 0.
+    The device is not waited for: it finishes the update of the step before meanwhile. The problem count is part of the
+    same all-reduce; the reasons are gathered only if it is not 0.
     """
-    sums = _on_device([*mine, int(problem is not None)], torch.int64, device)
-    dist.all_reduce(sums)
+    sums = torch.tensor([*mine, int(problem is not None)])
+    dist.all_reduce(sums, group=coordination_group())
     *tokens, problems = sums.tolist()
     if problems:
         raise_on_all_ranks(problem, step)
