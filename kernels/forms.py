@@ -80,6 +80,26 @@ class CastKernels:
 
 
 @dataclass(frozen=True)
+class LossKernels:
+    """One form of the operators of linear_loss.py, on logits [T, v] whose columns are adjacent.
+
+    Columns are those of the labels, [T], -1 for a label that is not among them or that has no loss. Only the first
+    `used` columns belong to tokens, and z = cap * tanh(logit / cap) if there is a cap.
+
+    Attributes:
+        sums: (logits_Tv, columns_T, used, cap) -> fp32 [3, T]: m = max_v z_v, sum_v exp(z_v - m), z of the label or 0.
+        write_gradient: (logits_Tv, columns_T, log_sums_T, d_losses_T, used, cap): overwrites the logits by
+            (exp(z_v - log_sum) - [v = column]) * d_loss, with the derivative of the cap; 0 behind the used columns.
+        loss_and_gradient: (logits_Tv, columns_T, used, cap) -> fp32 [T], log(sum_v exp(z_v)) - z of the label, and 0
+            for columns of -1; overwrites the logits by the gradient of their sum.
+    """
+
+    sums: Callable[[Tensor, Tensor, int, float | None], Tensor]
+    write_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], None]
+    loss_and_gradient: Callable[[Tensor, Tensor, int, float | None], Tensor]
+
+
+@dataclass(frozen=True)
 class KernelForms:
     """Forms to use in place of those that the dispatch selects; None: what the dispatch selects.
 
@@ -94,6 +114,7 @@ class KernelForms:
             -> [E, K, N], as `F.grouped_mm`.
         row_kernels: The operators of permute.py.
         cast_kernels: The operators of float8_cast.py.
+        loss_kernels: The operators of linear_loss.py.
     """
 
     on_cpu: bool | None = None
@@ -105,6 +126,7 @@ class KernelForms:
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     row_kernels: RowKernels | None = None
     cast_kernels: CastKernels | None = None
+    loss_kernels: LossKernels | None = None
 
 
 _NONE = KernelForms()

@@ -374,3 +374,39 @@ def _(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool) -> tu
         x_RK.new_empty(size, dtype=dtype) for size in (x_RK.shape, x_RK.shape[::-1] if transpose else 0)
     )
     return values, transposed, x_RK.new_empty(1, 1, dtype=torch.float32)
+
+
+@custom_op("megalaunch::loss_sums", mutates_args=())
+def loss_sums(logits_Tv: Tensor, columns_T: Tensor, used: int, cap: float | None) -> Tensor:
+    """Return maximum, sum of exponentials and label's logit of each row (`LossKernels.sums`)."""
+    from megalaunch.kernels.linear_loss_triton import sums
+
+    return sums(logits_Tv, columns_T, used, cap)
+
+
+@loss_sums.register_fake
+def _(logits_Tv: Tensor, columns_T: Tensor, used: int, cap: float | None) -> Tensor:
+    return logits_Tv.new_empty(3, logits_Tv.shape[0], dtype=torch.float32)
+
+
+@custom_op("megalaunch::write_loss_gradient", mutates_args=("logits_Tv",))
+def write_loss_gradient(
+    logits_Tv: Tensor, columns_T: Tensor, log_sums_T: Tensor, d_losses_T: Tensor, used: int, cap: float | None
+) -> None:
+    """Overwrite the logits by their gradient (`LossKernels.write_gradient`)."""
+    from megalaunch.kernels.linear_loss_triton import write_gradient
+
+    write_gradient(logits_Tv, columns_T, log_sums_T, d_losses_T, used, cap)
+
+
+@custom_op("megalaunch::loss_and_gradient", mutates_args=("logits_Tv",))
+def loss_and_gradient(logits_Tv: Tensor, columns_T: Tensor, used: int, cap: float | None) -> Tensor:
+    """Return each row's loss, and overwrite the logits by their gradient (`LossKernels.loss_and_gradient`)."""
+    from megalaunch.kernels.linear_loss_triton import loss_and_gradient as start
+
+    return start(logits_Tv, columns_T, used, cap)
+
+
+@loss_and_gradient.register_fake
+def _(logits_Tv: Tensor, columns_T: Tensor, used: int, cap: float | None) -> Tensor:
+    return logits_Tv.new_empty(logits_Tv.shape[0], dtype=torch.float32)

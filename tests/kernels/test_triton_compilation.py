@@ -27,6 +27,8 @@ KERNELS = {
     "cast of (1, 32) blocks, (130, 200) torch.bfloat16": ["_cast_blocks", "_cast_blocks"],
     "cast of (128, 128) blocks, (192, 96) torch.float16": ["_cast_blocks", "_cast_blocks"],
     "cast with amax": ["_cast", "_cast"],
+    "loss of 2 x 16387 torch.bfloat16": ["_gradient", "_loss_and_gradient", "_sums"],
+    "loss with a cap": ["_gradient", "_loss_and_gradient", "_sums"],
 }
 """Cases of test_triton.py with the kernels that each starts."""
 

@@ -9,7 +9,7 @@ from megalaunch.plan.cost import LLMQ
 # llmq (C++/CUDA) on one H100, 524,288 tokens a step: the only published single-device training rates. Its commands
 # (benchmarks/H100x1.md): --model-dtype=bf16, which is the format of master weights, gradients and activations alike;
 # moments in bf16; nothing computed again, nothing offloaded. Logits stay in 16 bits there and become their own
-# gradients, of all tokens or of 4 (1.5B) and 2 (7B) chunks. Ours are worked on in fp32: chunks of 512 tokens.
+# gradients, of all tokens or of 4 (1.5B) and 2 (7B) chunks. Ours are whole in fp32, else in chunks: of 512 tokens.
 # Of 14B, whose weight gradient of the head alone takes 3.1 GB in fp32, chunks of 256 tokens fit.
 # 14B: --recompute-ffn --offload-opt-m --offload-opt-v --offload-residual. One residual stream of each of 48 layers, 10
 # of the 66 kB a token that a layer keeps then, is as much as all that 7.5 layers keep, which is what we can say.

@@ -32,6 +32,12 @@ class Inputs:
     def plain(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.leaf(*size, dtype=dtype).detach()
 
+    def rows(self, *size: int) -> Tensor:
+        return self.plain(*size).contiguous()
+
+    def columns(self) -> Tensor:
+        return torch.tensor([4, -1, 37], device=self.device)
+
     def order(self) -> Permutation:
         return sort_by_expert(torch.tensor([[0, 2], [1, 0], [2, 1]], device=self.device), 3)[0]
 
@@ -77,6 +83,11 @@ ARGUMENTS: dict[str, list[Callable[[Inputs], tuple[Any, ...]]]] = {
         lambda at: (at.plain(6, 40), at.plain(1, 1), E4M3, True),
         lambda at: (at.plain(6, 40), at.plain(1, 1), E4M3, False),
     ],
+    "loss_sums": [lambda at: (at.rows(3, 40), at.columns(), 38, None)],
+    "write_loss_gradient": [
+        lambda at: (at.rows(3, 40), at.columns(), at.plain(3), at.plain(3), 38, None),
+    ],
+    "loss_and_gradient": [lambda at: (at.rows(3, 40), at.columns(), 38, 2.0)],
     "float8_cast_both": [lambda at: (at.plain(6, 40), at.plain(1, 1), E4M3)],
 }
 """Arguments of each operator, by its name."""

@@ -1,7 +1,8 @@
 """The loss: cross-entropy summed over tokens, on one rank (kernels/cross_entropy.py) and vocab-parallel.
 
 Each loss of a step is such a sum, divided by the global number of valid tokens before backward (forward_backward.py).
-`LinearCrossEntropy` takes the decoder's logits, or multiplies by the head itself in chunks, to hold fewer logits.
+`LinearCrossEntropy` takes the decoder's logits, or multiplies by the head itself in chunks, to hold fewer logits; on a
+GPU kernels compute the loss of a chunk (kernels/linear_loss.py).
 Shapes: B batch, S sequence, s a rank's shard of it, T tokens (B S), C tokens of a chunk, H hidden, V vocabulary, v a
 rank's shard of it.
 """
@@ -22,6 +23,8 @@ from megalaunch.engine.collectives import all_reduce_async, all_reduce_max
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.kernels.cross_entropy import cross_entropy, logits_grad, subtract_max
+from megalaunch.kernels.forms import LossKernels
+from megalaunch.kernels.linear_loss import loss_kernels
 from megalaunch.plan.memory.loss import SUM_ROWS
 
 IGNORE_INDEX = -100  # label of a token without a loss: the loss mask is stored in the labels
@@ -122,12 +125,59 @@ class LinearCrossEntropy:
         )
         return loss
 
-    def _chunk_loss(self, logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
-        return self._logits_loss(self.model.softcap_logits(logits_Cv)[None], labels_C[None])
+    def _chunk_loss(self, logits_Cv: Tensor, labels_C: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
+        """Return a chunk's loss and, if it learns, the gradient of its logits; both may overwrite the logits."""
+        model = self.model
+        kernels = loss_kernels(logits_Cv)
+        if kernels is not None:
+            axis, cap = model.tp_region.vocab_axis, model.config.final_logit_softcapping
+            return _fused_loss(kernels, logits_Cv, labels_C, axis, model.vocabulary_columns, cap, learns), logits_Cv
+        logits_Cv.requires_grad_(learns)
+        with torch.set_grad_enabled(learns):
+            loss = self._logits_loss(model.softcap_logits(logits_Cv)[None], labels_C[None])
+        return loss.detach(), torch.autograd.grad(loss, logits_Cv)[0] if learns else logits_Cv
 
     def _logits_loss(self, logits_BSv: Tensor, labels_BS: Tensor) -> Tensor:
         model = self.model
         return cross_entropy_sum(logits_BSv, labels_BS, model.tp_region.vocab_axis, model.vocabulary_columns)
+
+
+def _fused_loss(
+    kernels: LossKernels,
+    logits_Cv: Tensor,
+    labels_C: Tensor,
+    axis: Axis,
+    used: int,
+    cap: float | None,
+    learns: bool,
+) -> Tensor:
+    """Return the summed loss of a chunk by kernels; if it learns, overwrite the logits by their gradient.
+
+    m, s, z_label as in `_VocabParallelCrossEntropy`, but each rank sums exp(z_v - m_own), and multiplies the sum by
+    exp(m_own - m). One rank needs no collective between loss and gradient, which are then one kernel.
+
+    Args:
+        kernels: The kernels.
+        logits_Cv: Logits of the matmul's dtype, without the cap.
+        labels_C: Token ids, or IGNORE_INDEX.
+        axis: The axis that shards the vocabulary.
+        used: Number of columns of this rank that belong to tokens.
+        cap: The soft cap of the logits, None: none.
+        learns: Whether the gradient is needed.
+    """
+    width = logits_Cv.shape[1]
+    columns = labels_C - axis.rank * width
+    columns = columns.where((columns >= 0) & (columns < width), -1)  # ignored labels are negative
+    if axis.size == 1 and learns:
+        return kernels.loss_and_gradient(logits_Cv, columns, used, cap).sum()
+    own_largest, own_sums, own_label_logits = kernels.sums(logits_Cv, columns, used, cap)
+    largest = all_reduce_max(own_largest, axis)
+    parts = torch.stack((own_sums * (own_largest - largest).exp(), own_label_logits))
+    sums, label_logits = all_reduce_async(parts, axis).wait()
+    log_sums, counted = largest + sums.log(), (labels_C != IGNORE_INDEX).float()
+    if learns:
+        kernels.write_gradient(logits_Cv, columns, log_sums, counted, used, cap)
+    return ((log_sums - label_logits) * counted).sum()
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -149,7 +199,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         x_TH: Tensor,
         weight_vH: Tensor,
         labels_T: Tensor,
-        loss_of: Callable[[Tensor, Tensor], Tensor],
+        loss_of: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]],
         chunks: int,
         learns: bool,
     ) -> Tensor:
@@ -157,12 +207,12 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=x_TH.device)
         if not learns:
             for x_CH, labels_C in zip(torch.split(x_TH, size), torch.split(labels_T, size), strict=True):
-                total += loss_of(F.linear(x_CH, weight_vH), labels_C)
+                total += loss_of(F.linear(x_CH, weight_vH), labels_C, False)[0]
             return total
         dx_TH = torch.empty_like(x_TH)
         sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in torch.split(weight_vH, SUM_ROWS)]
         for x_CH, labels_C, dx_CH in zip(*(torch.split(each, size) for each in (x_TH, labels_T, dx_TH)), strict=True):
-            loss, dlogits_Cv = _with_gradient(F.linear(x_CH, weight_vH), labels_C, loss_of)
+            loss, dlogits_Cv = loss_of(F.linear(x_CH, weight_vH), labels_C, True)
             total += loss
             torch.mm(dlogits_Cv, weight_vH, out=dx_CH)
             for sum_RH, dlogits_CR in zip(sums, torch.split(dlogits_Cv, SUM_ROWS, dim=1), strict=True):
@@ -192,14 +242,3 @@ def _rounded(sums: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the sums in a dtype, and empty the list, to free each as soon as it is rounded."""
     sums.reverse()
     return [sums.pop().to(dtype) for _ in range(len(sums))]
-
-
-def _with_gradient(
-    logits_Cv: Tensor, labels_C: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of a chunk, and its gradient with respect to the logits."""
-    logits_Cv.requires_grad_()
-    with torch.enable_grad():
-        loss = loss_of(logits_Cv, labels_C)
-    (dlogits_Cv,) = torch.autograd.grad(loss, logits_Cv)
-    return loss.detach(), dlogits_Cv

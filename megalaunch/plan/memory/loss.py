@@ -25,7 +25,8 @@ class LossBytes:
         depth_logits: logits of each MTP depth, whose loss is computed before.
         pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
         with_logits: allocated at the same time as the logits, such as gradients of the head.
-        summing: allocated with them, once for all losses: what the fp32 sum of the weight's gradient takes on top.
+        summing: a buffer that is allocated with them: the fp32 sum of the weight's gradient of the current loss.
+        not_rounded: the gradient that it will be, which `with_logits` counts.
         while_scaling: while the head's gradients are scaled, after the logits are freed.
         pending_gradients: gradients of the head of each other microbatch.
     """
@@ -35,6 +36,7 @@ class LossBytes:
     pending_logits: float = 0.0
     with_logits: float = 0.0
     summing: float = 0.0
+    not_rounded: float = 0.0
     while_scaling: float = 0.0
     pending_gradients: float = 0.0
 
@@ -49,14 +51,15 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     capped = _softcap_bytes(spec, profile, compute_bytes)
     if spec.train.loss_chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
         chunk_logits = vocab_rows * -(-tokens // spec.train.loss_chunks)
-        freed = (profile.logit_bytes + capped) * chunk_logits  # before the chunk's product is added to the sum
+        unfused = 0.0 if profile.fused_chunk_loss else profile.logit_bytes + capped
+        freed = unfused * chunk_logits  # before the chunk's product is added to the sum
         product = hidden_bytes * min(vocab_rows, SUM_ROWS) if compute_bytes < _SUM_BYTES else 0.0
-        widening = (_SUM_BYTES - compute_bytes) * spec.model.hidden_size * vocab_rows
         return LossBytes(
             max(freed, product) + compute_bytes * chunk_logits,
             depth_logits=0.0,
             with_logits=head_gradients + gathered,
-            summing=widening,
+            summing=_SUM_BYTES * spec.model.hidden_size * vocab_rows,
+            not_rounded=hidden_bytes * vocab_rows,
             while_scaling=2 * head_gradients,
             pending_gradients=head_gradients,
         )

@@ -37,6 +37,7 @@ class MemoryProfile:
             triangle of blocks of `weight_block_rows` rows (queries of all heads of a group); 0: never.
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
         loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
+        fused_chunk_loss: kernels write the gradient of a chunk's logits over them, without a copy in fp32.
         deferred_head_microbatches: microbatches whose gradients of logits are saved to defer the head's gradient.
         dense_mask_tokens: attention over whole samples of up to so many tokens, with documents or a window, saves a
             mask in the dtype of queries; in longer samples blocks need none.
@@ -64,6 +65,7 @@ class MemoryProfile:
     weight_block_rows: int = 128
     separate_reduce_scatter_buffers: bool = False
     loss_in_place: bool = False
+    fused_chunk_loss: bool = False
     deferred_head_microbatches: int = 0
     pending_logit_bytes: float | None = None
     dense_mask_tokens: int = 0
@@ -74,8 +76,9 @@ class MemoryProfile:
     p2p_buffers: bool = False
 
 
-# FSDP2 over fp32 master weights (engine/parallel/fsdp.py). The loss (engine/train/loss.py) holds, in its
-# backward, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are freed.
+# FSDP2 over fp32 master weights (engine/parallel/fsdp.py). The loss of whole logits (engine/train/loss.py) holds, in
+# its backward, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are freed.
+# That of a chunk is a kernel (kernels/linear_loss.py).
 # engine/model/attention/core.py allocates scores and their gradients; engine/model/dropout.py regenerates masks.
 # torch's pipeline stages save the outputs that they have sent.
 ENGINE = MemoryProfile(
@@ -83,6 +86,7 @@ ENGINE = MemoryProfile(
     sharded_main_params=True,
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
+    fused_chunk_loss=True,
     dense_mask_tokens=DENSE_MASK_TOKENS,
     repeats_masked_kv=True,
     score_copies=2,
@@ -92,10 +96,11 @@ ENGINE = MemoryProfile(
     plain_activation_inputs=(("quick_gelu", 2),),
 )
 
-# The same on a device without Triton: gated activations run operator by operator.
+# The same on a device without Triton: gated activations and the loss in chunks run operator by operator.
 ENGINE_WITHOUT_TRITON = replace(
     ENGINE,
     name="engine without Triton",
+    fused_chunk_loss=False,
     activation_inputs=3,
     plain_activation_inputs=(("quick_geglu", 4), ("quick_gelu", 2)),
 )

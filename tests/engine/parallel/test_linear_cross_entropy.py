@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 from oracle import SEQUENCE, few_samples, hold_to_one_process, small_spec
+from plain_loss_kernels import PLAIN
 from slow_cases import slow_but
+
+from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 
 CHUNKS = 3  # no divisor of a microbatch's tokens: the last chunk is shorter
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -58,3 +61,10 @@ def test_as_one_process_with_full_logits(name):
     layers = 4 if values.get("parallel__pp") else 2
     base = {"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": layers, "train__loss_chunks": CHUNKS}
     hold_to_one_process(small_spec(**few_samples(base | values)))
+
+
+@pytest.mark.parametrize("name", ["one process, capped logits", "tp4 of a vocabulary with unused rows"])
+def test_with_the_kernels_of_gpus(name):
+    """Their place in the step: each rank's sums meet between two kernels, and the gradient lies in the logits."""
+    with use_kernel_forms(KernelForms(loss_kernels=PLAIN)):
+        test_as_one_process_with_full_logits(name)
