@@ -21,6 +21,7 @@ from megalaunch.plan.cost.communication import dispatch_bytes
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
+from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
 from megalaunch.plan.memory.host_states import host_bytes_per_node
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
 from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_bytes
@@ -92,7 +93,8 @@ class Prediction:
     """The prediction of one spec; `by_rank` is by pipeline rank.
 
     `time` is that of this engine; None for a chip without speed figures, and for a run that the engine refuses.
-    `why_no_time` is the reason in that case. `host_bytes` are those of optimizer states in the host memory of a node.
+    `why_no_time` is the reason in that case. `host_bytes` are those of optimizer states in the host memory of a node,
+    `checkpoint_host_bytes` those of checkpoints there.
     """
 
     topology: Topology
@@ -100,6 +102,7 @@ class Prediction:
     by_rank: tuple[Memory, ...]
     device_bytes: int | None
     host_bytes: float
+    checkpoint_host_bytes: int
     flops: int
     full_flops: int
     experts: ExpertWork | None
@@ -142,6 +145,7 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
         by_rank=tuple(memory_by_rank(spec)),
         device_bytes=chip.memory_bytes if chip else None,
         host_bytes=host_bytes_per_node(spec),
+        checkpoint_host_bytes=host_checkpoint_bytes(spec),
         flops=step_flops(spec),
         full_flops=step_flops(spec, full_attention=True),
         experts=ExpertWork.from_spec(spec, topology),

@@ -149,9 +149,10 @@ EVENTS: Mapping[EventName, EventKind] = {
     ),
     "local_checkpoint": EventKind(
         _RANK_0,
-        "when every rank has its shard on the disk of its node (`checkpoint.local`)",
+        "when every rank has its shard in the memory or on the disk of its node (`checkpoint.memory`, `.local`)",
         {
             "step": "its step",
+            "tier": "`memory` or `local`",
             "path": "folder of rank 0's node",
             "seconds": "seconds from the start of the save to its end",
             "waited_seconds": "seconds of these in which training waited",

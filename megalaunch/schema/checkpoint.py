@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megalaunch.schema.local_checkpoint import LocalCheckpointSpec
+from megalaunch.schema.local_checkpoint import LocalCheckpointSpec, MemoryCheckpointSpec
 from megalaunch.schema.setting import setting
 
 
@@ -26,4 +26,5 @@ class CheckpointSpec:
         0, "Never delete checkpoints of steps divisible by this; 0: delete any.", "steps", minimum=0
     )
     async_save: bool = setting(False, "Save asynchronously: training continues while a checkpoint is written.")
+    memory: MemoryCheckpointSpec = field(default_factory=MemoryCheckpointSpec)
     local: LocalCheckpointSpec = field(default_factory=LocalCheckpointSpec)

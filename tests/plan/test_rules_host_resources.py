@@ -6,7 +6,9 @@ from dataclasses import replace
 from made_specs import H100_NODE, LAPTOP, resolved
 
 from megalaunch.plan.check import check
+from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
 from megalaunch.plan.parameters import count_parameters
+from megalaunch.schema import with_values
 
 BIG = ("recipe=tiny", "data.corpus=x", "parallel=dp1", "model=llama3_8b", "tokenizer.vocab_size=128256")
 OFTEN = ("train.steps=100", "checkpoint.interval=10", "checkpoint.keep_every=20", "checkpoint.keep_last=3")
@@ -83,6 +85,21 @@ def test_workers_share_the_hosts_memory():
     for fix in finding.fixes:
         assert found("memory.host", *overrides, *shlex.split(fix), machine=just_too_small)[1] == [], fix
     assert found("memory.host", *overrides, machine=replace(LAPTOP, memory_bytes=0))[1] == []
+
+
+def test_checkpoints_in_memory_take_host_memory():
+    """Those retained, the one being written and the host copy from which it is written, each with its copy."""
+    workers = ("recipe=tiny", "data.corpus=x", "parallel=dp2", "checkpoint.memory.interval=2", "checkpoint.interval=0")
+    spec, (finding,) = found("memory.host", *workers, machine=replace(LAPTOP, memory_bytes=1))
+    size = count_parameters(spec.model).total * 12
+    without = found("memory.host", *workers[:3], machine=replace(LAPTOP, memory_bytes=1))[1][0]
+    assert finding.numbers["bytes"] - without.numbers["bytes"] == 3 * size
+    a_bit_less = replace(LAPTOP, memory_bytes=finding.numbers["bytes"] - 1)
+    assert "checkpoint.memory.interval=0" in found("memory.host", *workers, machine=a_bit_less)[1][0].fixes
+    nodes = {"cluster.nodes": 2, "cluster.devices_per_node": 1}
+    assert host_checkpoint_bytes(with_values(spec, nodes)) == (2 * 2 + 1) * (size // 2)
+    drained = {"checkpoint.local.interval": 4, "checkpoint.local.path": "/disk"}
+    assert host_checkpoint_bytes(with_values(spec, nodes | drained)) == (2 * 3 + 1) * (size // 2)
 
 
 def test_only_what_surely_does_not_fit_stops_a_launch():

@@ -14,7 +14,8 @@ from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
-from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
+from megalaunch.engine.train.background_save import AsyncSaveContext
+from megalaunch.engine.train.checkpointer import TrainProgress, restore_run, save_run, state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.grads import finalize_grads

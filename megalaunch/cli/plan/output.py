@@ -136,6 +136,8 @@ def _memory_text(prediction: Prediction) -> str:
         lines.append(f"  by pipeline rank: {each}{', ...' if len(prediction.by_rank) > 16 else ''} GB")
     if prediction.host_bytes:
         lines.append(f"  optimizer states in host memory: {prediction.host_bytes / _GB:.2f} GB per node")
+    if prediction.checkpoint_host_bytes:
+        lines.append(f"  checkpoints in host memory: {prediction.checkpoint_host_bytes / _GB:.2f} GB per node")
     return "\n".join(lines)
 
 
@@ -225,6 +227,7 @@ def _as_json(
         "total": memory.total,
         "device_bytes": prediction.device_bytes,
         "host_bytes_per_node": prediction.host_bytes,
+        "checkpoint_host_bytes_per_node": prediction.checkpoint_host_bytes,
         "pipeline_rank": memory.rank,
         "phase": memory.phase,
         "parameters": memory.parameters,

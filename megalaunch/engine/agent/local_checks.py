@@ -11,10 +11,14 @@ from pathlib import Path
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.node_report import Problem
 from megalaunch.format.numbers import format_bytes
+from megalaunch.plan.memory.checkpoint_sizes import node_checkpoint_bytes, node_parts_at_once
 from megalaunch.platform.cgroups import free_disk
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.device_health import device_faults
+from megalaunch.rundir.checkpoint.local_shards import held_bytes, node_folder_name
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
+from megalaunch.schema.local_checkpoint import expand_node_path
 
 _LITTLE = 64 * 2**20  # bytes: logs and sockets of a run need some space in any folder
 _SHARED_MEMORY = Path("/dev/shm")
@@ -36,6 +40,7 @@ def local_problems(spec: RunSpec, run_directory: Path, address: str) -> list[Pro
         *interface_problems(address, os.environ, accelerated),
         *(device_problems(spec) if accelerated else ()),
         *disk_problems(folders),
+        *memory_tier_problems(spec, run_directory),
     ]
 
 
@@ -87,3 +92,23 @@ def disk_problems(folders: Mapping[Path, int]) -> Iterator[Problem]:
                 f"{folder} has {format_bytes(free)} free, but {format_bytes(needed)} are needed",
                 "free space there",
             )
+
+
+def memory_tier_problems(spec: RunSpec, run_directory: Path) -> Iterator[Problem]:
+    """Yield a problem if the checkpoints of `checkpoint.memory` do not fit into the folder of this node.
+
+    Those that the run holds there already count as free: newer ones replace them.
+    """
+    settings, size = spec.checkpoint.memory, node_checkpoint_bytes(spec) or 0
+    needed = size * node_parts_at_once(spec, settings)
+    folder = expand_node_path(settings.path)
+    if not needed or folder is None:
+        return
+    free = free_disk(folder)
+    held = held_bytes(folder / node_folder_name(RunDirectory(run_directory)))
+    if free is not None and free + held < needed:
+        yield Problem(
+            f"{folder} has {format_bytes(free + held)} for checkpoints in memory, which need {format_bytes(needed)}",
+            "enlarge it, or set a lower checkpoint.memory.keep, checkpoint.memory.replicate=false or "
+            "checkpoint.memory.interval=0",
+        )

@@ -30,6 +30,11 @@ class LocalCheckpoint:
     resumes: int
     shards: dict[int, dict[int, LocalShard]] = field(default_factory=dict)
 
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """What a newer one has more of."""
+        return self.step, self.resumes, self.attempt
+
     def leave_out(self, rank: int, node: int) -> None:
         """Leave out the shard of a rank on a node, which is damaged."""
         del self.shards[rank][node]
@@ -48,8 +53,8 @@ def newest_first(held: Sequence[Sequence[LocalShard]], after: int) -> list[Local
     for node, shards in enumerate(held):
         for shard in shards:
             if shard.step > after:
-                key = (shard.step, shard.resumes, shard.attempt)
-                checkpoint = found.setdefault(key, LocalCheckpoint(shard.step, shard.attempt, shard.resumes))
+                checkpoint = LocalCheckpoint(shard.step, shard.attempt, shard.resumes)
+                checkpoint = found.setdefault(checkpoint.age, checkpoint)
                 checkpoint.shards.setdefault(shard.rank, {})[node] = shard
     return [found[key] for key in sorted(found, reverse=True)]
 

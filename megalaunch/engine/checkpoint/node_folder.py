@@ -1,8 +1,8 @@
-"""The folder for the local checkpoints of a run on a disk of this node, and this rank's place among the nodes."""
+"""The folder for the local checkpoints of a run on this node, and this rank's place among the nodes."""
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import os
 import shutil
 import socket
@@ -14,8 +14,12 @@ from megalaunch.engine.checkpoint.coordination import rank_and_world, run_on_all
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.retention import remove_leftovers
 from megalaunch.fs import make_directory, write_file_atomically
-from megalaunch.rundir.checkpoint.local_shards import rank_folder, rank_folders
+from megalaunch.rundir.checkpoint.local_shards import node_folder_name, rank_folder, rank_folders
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema.local_checkpoint import expand_node_path
+
+_PRIVATE = 0o700
+"""Mode of the folder: weights are for the user of the run alone."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,14 @@ class NodeFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def open_node_folder(setting: str, directory: RunDirectory, devices_per_node: int, attempt: int) -> NodeFolder:
+def open_node_folder(
+    section: str, setting: str, directory: RunDirectory, devices_per_node: int, attempt: int
+) -> NodeFolder:
     """Create this node's folder for a run, and remove what killed saves left there. Collective.
 
     Args:
-        setting: `checkpoint.local.path`.
+        section: `checkpoint.memory` or `checkpoint.local`.
+        setting: the `path` of that section.
         directory: The run directory.
         devices_per_node: The number of ranks of each node.
         attempt: The number of this start of all workers.
@@ -90,8 +97,9 @@ def open_node_folder(setting: str, directory: RunDirectory, devices_per_node: in
         CheckpointError: A node has no such folder, and cannot create it; the same on all ranks.
     """
     rank, world = rank_and_world()
-    name = run_on_rank0(partial(_run_name, directory))
-    folder = NodeFolder(run_on_all_ranks(partial(_make, setting, name))[rank], rank, world, devices_per_node)
+    name = run_on_rank0(partial(node_folder_name, directory))
+    path = run_on_all_ranks(partial(_make, section, setting, name))[rank]
+    folder = NodeFolder(path, rank, world, devices_per_node)
     mark = f".attempt_{attempt}_node_"
     run_on_all_ranks(partial(_prepare, folder, mark))
     nodes = run_on_all_ranks(lambda: len(list(folder.path.glob(f"{mark}*"))))
@@ -99,32 +107,26 @@ def open_node_folder(setting: str, directory: RunDirectory, devices_per_node: in
     return replace(folder, is_private=max(nodes) == 1)
 
 
-def _run_name(directory: RunDirectory) -> str:
-    """Return a name that only this run has: a run of the same directory, removed and begun again, is another one."""
-    first = b""
-    if directory.attempts.exists():
-        with directory.attempts.open("rb") as file:
-            first = file.readline()
-    root = directory.root.absolute()
-    return f"{root.name}-{hashlib.sha256(bytes(root) + first).hexdigest()[:12]}"
-
-
-def _make(setting: str, name: str) -> Path:
-    """Create the folder of the run on this node. Raises CheckpointError."""
-    path = Path(os.path.expandvars(setting)).expanduser()
-    if "$" in str(path) or not path.is_absolute():
+def _make(section: str, setting: str, name: str) -> Path:
+    """Create the folder of the run on this node, with no access for others. Raises CheckpointError."""
+    path, host = expand_node_path(setting), socket.gethostname()
+    if path is None:
         raise CheckpointError(
-            f"checkpoint.local.path={setting} is {path} on {socket.gethostname()}: name an absolute path, with "
+            f"{section}.path={setting} is {os.path.expandvars(setting)} on {host}: name an absolute path, with "
             "variables that every node has"
         )
+    folder = path / name
     try:
-        make_directory(path / name)
+        make_directory(folder)
+        if folder.stat().st_uid != os.geteuid():  # any user may create files in /dev/shm
+            raise PermissionError(errno.EPERM, "belongs to another user", str(folder))
+        folder.chmod(_PRIVATE)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.local.path={setting} cannot be used on {socket.gethostname()}: {error}; name a folder that "
-            "each node can write, or set checkpoint.local.interval=0"
+            f"{section}.path={setting} cannot be used on {host}: {error}; name a folder that each node can write, or "
+            f"set {section}.interval=0"
         ) from error
-    return path / name
+    return folder
 
 
 def _prepare(folder: NodeFolder, mark: str) -> None:

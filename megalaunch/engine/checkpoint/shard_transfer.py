@@ -1,13 +1,15 @@
-"""Send a shard of a local checkpoint to a rank of another node, which writes it to the disk of that node.
+"""Copy a shard of a local checkpoint: to a rank of another node, which writes it there, or from memory to disk.
 
-A message with the small files comes first, then the file of the tensors in pieces. The receiver compares all hashes
-with the manifest. Each side transfers every byte even if its disk fails, so that the other one does not wait for it.
+Between ranks, a message with the small files comes first, then the file of the tensors in pieces. The receiver compares
+all hashes with the manifest. Each side transfers every byte even if its disk fails, so that the other one does not wait
+for it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,16 +31,38 @@ def send_shard(directory: Path, target: int, group: dist.ProcessGroup | None) ->
     """
     texts: dict[str, str] = {}
     size = 0
-    try:
-        size = (directory / SHARD_TENSORS).stat().st_size
-        texts = {path.name: path.read_text(encoding="utf-8") for path in directory.glob("*.json")}
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError, ValueError):
+        texts, size = _read_texts(directory), (directory / SHARD_TENSORS).stat().st_size
     message = json.dumps({"texts": texts, "size": size}).encode()
     dist.send(torch.tensor([len(message)]), target, group=group)
     dist.send(_as_tensor(message), target, group=group)
     for piece in _read_pieces(directory / SHARD_TENSORS, size):
         dist.send(_as_tensor(piece), target, group=group)
+
+
+def copy_shard(source: Path, directory: Path, wrote: Wrote, check: Callable[[], None] = lambda: None) -> None:
+    """Copy a shard on this node, complete or not at all, and compare its hashes with the manifest.
+
+    Args:
+        source: the shard's directory.
+        directory: that of the copy; its name has the step.
+        wrote, check: as `receive_shard`'s.
+
+    Raises:
+        CheckpointError: it cannot be copied, or is damaged.
+    """
+    try:
+        texts, size = _read_texts(source), (source / SHARD_TENSORS).stat().st_size
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    with atomic_directory(directory, size) as unfinished:
+        _write(unfinished, texts, _read_pieces(source / SHARD_TENSORS, size), count_bytes(size, wrote))
+        check()
+
+
+def _read_texts(directory: Path) -> dict[str, str]:
+    """Return the small files of a shard. Raises OSError, or ValueError for one that is no text."""
+    return {path.name: path.read_text(encoding="utf-8") for path in directory.glob("*.json")}
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -100,7 +124,9 @@ def _receive_pieces(size: int, source: int, group: dist.ProcessGroup | None) -> 
         yield piece.numpy().data
 
 
-def _write(directory: Path, texts: dict[str, str], pieces: Iterator[memoryview], wrote: Callable[[int], None]) -> None:
+def _write(
+    directory: Path, texts: dict[str, str], pieces: Iterator[bytes | memoryview], wrote: Callable[[int], None]
+) -> None:
     """Write the files of a shard. Raises CheckpointError if their hashes are not those of the manifest."""
     records = []
     for name, text in texts.items():

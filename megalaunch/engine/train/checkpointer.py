@@ -9,20 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
-from megalaunch.engine.checkpoint.async_save import PinnedStaging, SaveThread
-from megalaunch.engine.checkpoint.coordination import background_group, run_on_rank0
+from megalaunch.engine.checkpoint.coordination import run_on_rank0
 from megalaunch.engine.checkpoint.dcp_storage import Hold
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.store import load_checkpoint, prune_checkpoints, read_document, save_checkpoint
@@ -31,7 +27,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.optimizer.outer_optimizer import saved_replicas
 from megalaunch.engine.parallel.float8 import float8_states, restore_float8
-from megalaunch.engine.run_end import RankError
+from megalaunch.engine.train.background_save import AsyncSaveContext, BackgroundSave
 from megalaunch.engine.train.expert_load import router_states
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
@@ -46,33 +42,12 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
 
 
-@dataclass(frozen=True)
-class AsyncSaveContext:
-    """State of an asynchronous save: host copies of this rank's tensors and a gloo group for the save threads."""
-
-    copies: Mapping[str, Tensor]
-    group: ProcessGroup | None
-
-
-class BackgroundWrite(Protocol):
-    """Writes a copy of the training state on the save thread; `waited`: seconds in which training waited for it."""
-
-    def __call__(
-        self,
-        position: TrainProgress,
-        tensors: Mapping[str, Tensor],
-        started: float,
-        async_context: AsyncSaveContext,
-        waited: float,
-    ) -> None: ...
-
-
 class Checkpointer:
     """Synchronous and asynchronous saves of one run. The constructor and every method are collective.
 
     Attributes:
         saved: Directory of the newest finished checkpoint; None before the first.
-        group: Process group of the save threads; None if the run has none, or one process.
+        background: The thread of asynchronous saves, which local checkpoints on disk share.
     """
 
     def __init__(
@@ -81,18 +56,8 @@ class Checkpointer:
         self._spec, self._directory, self._record = spec, directory, record
         self._model, self._optimizer = model, optimizer
         self.saved: Path | None = None
-        self._copies = PinnedStaging()
-        self._background: SaveThread | None = None
-        self._step, self._done = 0, 0  # of the save in progress: its step, and bytes written by this rank
-        self._waits = 0  # grows while a save waits for the storage
         is_async = spec.checkpoint.async_save and spec.checkpoint.interval > 0
-        self.group = background_group() if is_async or spec.checkpoint.local.interval > 0 else None
-
-    @property
-    def problem(self) -> RankError | None:
-        """Error of the save in progress on this rank, if it has failed; the trainer shares it at the next sync."""
-        error = self._background.error if self._background else None
-        return RankError(error.exit_code, str(error)) if error else None
+        self.background = BackgroundSave(record, is_async or spec.checkpoint.local.interval > 0)
 
     def save(self, position: TrainProgress) -> None:
         """Save synchronously. Raises CheckpointError or a RunEnd, the same on all ranks."""
@@ -104,7 +69,7 @@ class Checkpointer:
     def save_async(self, position: TrainProgress) -> None:
         """Copy the state to host memory and write it on a background thread; return when the copy is done.
 
-        There is one save at a time: wait for the previous one first. A failure is reported later, as `problem`.
+        There is one save at a time: wait for the previous one first. A failure is reported later, as a `problem`.
         Without `checkpoint.async_save` this is `save`.
         """
         if not self._spec.checkpoint.async_save:
@@ -112,41 +77,16 @@ class Checkpointer:
             return
         started = time.perf_counter()
         if self._begin(position):
-            self.write_in_background(position, started, self._write)
-
-    def write_in_background(self, position: TrainProgress, started: float, write: BackgroundWrite) -> None:
-        """Copy the state to host memory and call `write` on a background thread; return when the copy is done.
-
-        Wait for the save in progress first (`wait`). `started` is the `time.perf_counter` at the start of the save.
-        """
-        self._record.heartbeat("saving", position.step)
-        # Take the sharded parameters now: during a forward pass the model's attributes are FSDP's gathered ones.
-        tensors = state_tensors(self._model, self._optimizer)
-        async_context = AsyncSaveContext(self._copies.stage(tensors), self.group)
-        waited = time.perf_counter() - started
-        self._background = SaveThread(partial(write, position, tensors, started, async_context, waited))
-
-    def report_progress(self, step: int, done: int, total: int, in_background: bool = True) -> None:
-        """Record how many bytes of the save of a step this rank has written."""
-        self._step, self._done = step, done
-        self._record.io_progress("saving", step, done, total, async_context=in_background)
-
-    def wait(self, position: TrainProgress) -> None:
-        """Wait for the save in progress, if any. Raises a RunEnd on every rank if it has failed on any."""
-        raise_on_all_ranks(self._wait_for_pending(), position.step)
-
-    def finish(self, reason: str) -> None:
-        """Wait for the save in progress, as the run ends for `reason`; log an event if the save failed otherwise."""
-        problem = self._wait_for_pending()
-        if problem is not None and problem.reason != reason:
-            self._record.event("note", message=problem.reason)
+            # Take the sharded parameters now: during a forward pass the model's attributes are FSDP's gathered ones.
+            tensors = state_tensors(self._model, self._optimizer)
+            self.background.stage(position, tensors, started, self._write)
 
     def _begin(self, position: TrainProgress) -> bool:
         """Wait for the previous save and sync the metrics to disk; return False if this step is already saved.
 
         A resume keeps the metrics up to its checkpoint's step, so they must be on disk before the checkpoint is.
         """
-        problem = self._wait_for_pending()
+        problem = self.background.wait_here()
         raise_on_all_ranks(self._record.problem or problem, position.step)
         if self.saved == self._directory.checkpoint(position.step):
             return False
@@ -161,22 +101,6 @@ class Checkpointer:
 
         retry_while_storage_fails(self._record, partial(run_on_rank0, self._record.sync_metrics), waiting)
 
-    def _wait_for_pending(self) -> RankError | None:
-        """Wait for the save in progress, if any; return its error."""
-        if self._background is None:
-            return None
-        seen = self._done, self._waits
-
-        def waiting() -> None:
-            nonlocal seen
-            if (self._done, self._waits) != seen:  # only if bytes were written: a stuck disk is no progress
-                seen = self._done, self._waits
-                self._record.heartbeat("saving", self._step)
-
-        self._background.wait(waiting)
-        problem, self._background = self.problem, None
-        return problem
-
     def _write(
         self,
         position: TrainProgress,
@@ -186,14 +110,14 @@ class Checkpointer:
         waited: float | None = None,
     ) -> None:
         """Write the checkpoint and remove old ones. An asynchronous save runs this on its thread."""
-        wrote = partial(self.report_progress, position.step, in_background=async_context is not None)
+        wrote = partial(self.background.report_progress, position.step, in_background=async_context is not None)
 
         def save() -> Path:
             hold = self._record.fence.hold
             return save_run(self._directory, self._spec, tensors, position, wrote, async_context, hold)
 
         def waiting() -> None:
-            self._waits += 1
+            self.background.report_wait()
             if async_context is None:
                 self._record.heartbeat(STORAGE, position.step)
 

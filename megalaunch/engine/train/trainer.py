@@ -205,7 +205,8 @@ class Trainer:
                     self._save_if_due()
                     garbage.collect_if_due(self.step)
         except RunEnd as ending:
-            self._saver.finish(ending.reason)
+            self._local.finish(ending.reason)
+            self._saver.background.finish(ending.reason)
             raise
         finally:
             batches.close()
@@ -213,6 +214,7 @@ class Trainer:
             self._record.event("stop_requested", signal=self._stop_signal.name)
         if self.step > 0:
             self._weight_hashes.check_before_save(self.step)
+            self._local.wait(self._progress)
             self._saver.save(self._progress)
             self._local.remove()
         self._record.phase("ending", self.step)
@@ -225,7 +227,7 @@ class Trainer:
     @property
     def _problem(self) -> RankError | None:
         """Error of this rank in logging or in an asynchronous save, not yet shared with the other ranks."""
-        return self._record.problem or self._saver.problem
+        return self._record.problem or self._saver.background.problem or self._local.problem
 
     @property
     def _stop_request(self) -> signal.Signals | None:
@@ -300,7 +302,8 @@ class Trainer:
             raise RunEnd(ExitCode.NON_FINITE, reason, self.step, bad.details)
         target, first = None, number
         if train.bad_step_action == "rewind":
-            self._saver.wait(self._progress)
+            self._saver.background.wait(self._progress)
+            self._local.wait(self._progress)
             target = self._start.find(self.step, number - train.rewind_batches) or self._start.find(self.step)
         if target is not None:
             saved = checkpoint_step(target)
@@ -400,11 +403,11 @@ class Trainer:
             return
         if self._stop_signal is None:  # after a stop signal, `run` saves at its end
             self._weight_hashes.check_before_save(self.step)
+            if is_local_due:
+                self._local.save(self._progress, is_saved=is_due)
             if is_due:
                 self._saver.save_async(self._progress)
                 self._sync_stop_signal()
-            else:
-                self._local.save(self._progress)
 
     def _run_end(self) -> RunEnd:
         details = {

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megalaunch.plan.memory.model_states import main_param_bytes, root_states_per_parameter, states_per_parameter
-from megalaunch.plan.parameters import count_parameters
+from megalaunch.plan.memory.checkpoint_sizes import checkpoint_bytes, host_checkpoint_bytes
 from megalaunch.plan.rules.memory import peak_memory, smaller
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import suggestions_enabled
@@ -29,18 +28,28 @@ def host(at: RuleContext) -> Iterator[Violation]:
         or not at.local_machine.memory_bytes
     ):
         return
-    host_bytes, memory = at.local_machine.memory_bytes, peak_memory(at)
-    if memory is None or workers * (memory.total + _PROCESS) <= host_bytes:
+    host_bytes, memory, saved = at.local_machine.memory_bytes, peak_memory(at), host_checkpoint_bytes(at.spec)
+    if memory is None or workers * (memory.total + _PROCESS) + saved <= host_bytes:
         return
-    need = workers * (memory.total + _PROCESS)
+    need = workers * (memory.total + _PROCESS) + saved
+    checkpoints = f" and {saved / _GB:.1f} GB of checkpoints in memory" if saved else ""
     yield Violation(
         "batch.micro_batch_size",
         f"{workers} worker{'s' if workers > 1 else ''} of {memory.total / _GB:.1f} GB, with {_PROCESS / _GB:.1f} GB "
-        f"each for libraries, need {need / _GB:.1f} GB, but this machine has {host_bytes / _GB:.1f} GB",
+        f"each for libraries{checkpoints}, need {need / _GB:.1f} GB, but this machine has {host_bytes / _GB:.1f} GB",
         {"workers": workers, "bytes": round(need), "host_bytes": host_bytes},
-        tuple(islice(smaller(at, host_bytes / workers - _PROCESS), _CANDIDATES)) if suggestions_enabled() else (),
+        tuple(_lighter(at, (host_bytes - saved) / workers - _PROCESS)) if suggestions_enabled() else (),
         at.pre_launch_severity if workers * memory.total > host_bytes else "warning",
     )
+
+
+def _lighter(at: RuleContext, limit: float) -> Iterator[Fix]:
+    """Yield fixes without checkpoints in host memory, and those with which a worker needs at most `limit` bytes."""
+    if at.spec.checkpoint.memory.interval:
+        yield {"checkpoint.memory.interval": 0}
+    if at.spec.checkpoint.async_save:
+        yield {"checkpoint.async_save": False}
+    yield from islice(smaller(at, limit), _CANDIDATES)
 
 
 @rule("checkpoint.free_disk", "The retained checkpoints fit on the disk of the run directory.")
@@ -48,7 +57,7 @@ def free_disk(at: RuleContext) -> Iterator[Violation]:
     """A new checkpoint is written before an old one is deleted. Megatron-LM notices a full disk when it saves."""
     if at.local_machine is None or at.spec.run.directory is None:
         return
-    directory, size, count = Path(at.spec.run.directory), checkpoint_bytes(at), _max_checkpoints(at)
+    directory, size, count = Path(at.spec.run.directory), checkpoint_bytes(at.spec), _max_checkpoints(at)
     free = at.local_machine.free_disk(directory)
     if size is None or free is None:
         return
@@ -65,18 +74,6 @@ def free_disk(at: RuleContext) -> Iterator[Violation]:
         tuple(_fewer(at, free // size)),
         at.pre_launch_severity if size > free else "warning",
     )
-
-
-def checkpoint_bytes(at: RuleContext) -> int | None:
-    """Return the bytes of main parameters and moments; None while the model is open."""
-    spec = at.spec
-    if None in (spec.model.head_dim, spec.model.num_query_groups, spec.model.vocab_size):
-        return None
-    moment = 2 if spec.precision.exp_avg_dtype == "bf16" else 4
-    count = count_parameters(spec.model)
-    root, states = count.embedding + count.positions + count.head, states_per_parameter(spec.optimizer)
-    values = states * (count.total - root) + root_states_per_parameter(spec.optimizer) * root
-    return count.total * main_param_bytes(spec) + values * moment
 
 
 def _max_checkpoints(at: RuleContext) -> int:

@@ -1,15 +1,14 @@
-"""Rules of local checkpoints: their folder, their interval, and the disk of a node."""
+"""Rules of `checkpoint.memory` and `checkpoint.local`: folders of the nodes, intervals, and room for the shards."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalaunch.plan.rules.host_resources import checkpoint_bytes
+from megalaunch.plan.memory.checkpoint_sizes import node_checkpoint_bytes, node_parts_at_once
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
-from megalaunch.plan.world import replicas_and_shards
+from megalaunch.schema.local_checkpoint import LocalCheckpointSpec, MemoryCheckpointSpec, expand_node_path
 
 _GB = 1e9
 
@@ -24,18 +23,69 @@ register_inert(
         "there are no local checkpoints (checkpoint.local.interval is 0)",
     )
 )
+register_inert(
+    InertSetting(
+        "checkpoint.memory_idle",
+        "Other keys of checkpoint.memory are set only with checkpoint.memory.interval.",
+        "Without an interval there are no checkpoints in memory.",
+        ("checkpoint.memory.",),
+        "checkpoint.memory.interval",
+        lambda spec: spec.checkpoint.memory.interval > 0,
+        "there are no checkpoints in memory (checkpoint.memory.interval is 0)",
+    )
+)
 
 
 @rule("checkpoint.local_path", "With checkpoint.local.interval, checkpoint.local.path is an absolute path.")
 def local_path(at: RuleContext) -> Iterator[Violation]:
     """It names a folder on a disk of each node. A relative path is below the working directory, which nodes share."""
     local = at.spec.checkpoint.local
-    if local.interval > 0 and (local.path is None or not local.path.startswith(("/", "~", "$"))):
+    if local.interval > 0 and (local.path is None or not _is_absolute(local.path)):
         named = "no folder is named" if local.path is None else f"{local.path} is not an absolute path"
         yield Violation(
             "checkpoint.local.path",
             f"{named}: local checkpoints need checkpoint.local.path=PATH on a disk of each node",
             fixes=({"checkpoint.local.interval": 0, "checkpoint.local.path": None},),
+        )
+
+
+@rule("checkpoint.memory_path", "With checkpoint.memory.interval, checkpoint.memory.path is an absolute path.")
+def memory_path(at: RuleContext) -> Iterator[Violation]:
+    """It names a folder in the memory of each node. A relative path is below the working directory."""
+    memory = at.spec.checkpoint.memory
+    if memory.interval > 0 and not _is_absolute(memory.path):
+        yield Violation(
+            "checkpoint.memory.path",
+            f"{memory.path} is not an absolute path: name a folder in memory (tmpfs) of each node",
+            fixes=({"checkpoint.memory.path": "/dev/shm"},),
+        )
+
+
+@rule("checkpoint.memory_interval", "checkpoint.memory.interval is below the others, and divides that of local ones.")
+def memory_interval(at: RuleContext) -> Iterator[Violation]:
+    """A slower tier saves rarely what a faster one saves often; checkpoints on disk are copied from those in memory."""
+    memory, local, shared = (
+        at.spec.checkpoint.memory.interval,
+        at.spec.checkpoint.local.interval,
+        at.spec.checkpoint.interval,
+    )
+    if not memory:
+        return
+    if local and (local <= memory or local % memory):
+        yield Violation(
+            "checkpoint.memory.interval",
+            f"local checkpoints, every {local} steps, are copied from those in memory, every {memory} steps: "
+            "checkpoint.local.interval is a multiple of checkpoint.memory.interval, and not the same",
+            {"memory_interval": memory, "local_interval": local},
+            ({"checkpoint.local.interval": 10 * memory}, {"checkpoint.memory.interval": 1}),
+        )
+    if 0 < shared <= memory:
+        yield Violation(
+            "checkpoint.memory.interval",
+            f"checkpoints in memory every {memory} steps save nothing that those in the run directory, every {shared} "
+            "steps, do not",
+            {"memory_interval": memory, "interval": shared},
+            ({"checkpoint.interval": 100 * memory},),
         )
 
 
@@ -57,7 +107,8 @@ def local_interval(at: RuleContext) -> Iterator[Violation]:
 @rule("checkpoint.local_shared", "On several nodes checkpoint.local.path is not on the disk of the run directory.")
 def local_shared(at: RuleContext) -> Iterator[Violation]:
     """All nodes share the run directory's file system, which local checkpoints are to relieve."""
-    folder, directory = _local_folder(at), at.spec.run.directory
+    local, directory = at.spec.checkpoint.local, at.spec.run.directory
+    folder = expand_node_path(local.path or "") if local.interval > 0 else None
     if folder is None or directory is None or at.machine is None or int(at.spec.cluster.nodes) < 2:
         return
     if _device(folder) is not None and _device(folder) == _device(Path(directory).expanduser()):
@@ -72,34 +123,50 @@ def local_shared(at: RuleContext) -> Iterator[Violation]:
 @rule("checkpoint.local_free_disk", "The retained local checkpoints fit on the disk of a node.")
 def local_free_disk(at: RuleContext) -> Iterator[Violation]:
     """A new one is written before an old one is deleted. A disk that is full ends nothing, but saves nothing."""
-    folder, size, local = _local_folder(at), _node_bytes(at), at.spec.checkpoint.local
-    if folder is None or size is None or at.local_machine is None:
+    fixes: list[Fix] = [{"checkpoint.local.keep": 1}, {"checkpoint.local.keep": 1, "checkpoint.local.replicate": False}]
+    fixes.append({"checkpoint.local.interval": 0, "checkpoint.local.path": None})
+    return _too_large("checkpoint.local", at.spec.checkpoint.local, at, fixes)
+
+
+@rule("checkpoint.memory_free", "The retained checkpoints in memory fit into the shared memory of a node.")
+def memory_free(at: RuleContext) -> Iterator[Violation]:
+    """A tmpfs such as /dev/shm is half of the memory by default. One that is full ends nothing, but saves nothing."""
+    fixes: list[Fix] = [
+        {"checkpoint.memory.keep": 1},
+        {"checkpoint.memory.keep": 1, "checkpoint.memory.replicate": False},
+        {"checkpoint.memory.interval": 0},
+    ]
+    return _too_large("checkpoint.memory", at.spec.checkpoint.memory, at, fixes)
+
+
+def _too_large(
+    section: str, settings: LocalCheckpointSpec | MemoryCheckpointSpec, at: RuleContext, fixes: list[Fix]
+) -> Iterator[Violation]:
+    """Yield a violation if the checkpoints of a tier do not fit into its folder on this machine."""
+    folder, size = expand_node_path(settings.path or ""), node_checkpoint_bytes(at.spec)
+    count = node_parts_at_once(at.spec, settings)
+    if folder is None or size is None or not count or at.local_machine is None:
         return
     free = at.local_machine.free_disk(folder)
-    copies = 2 if local.replicate and int(at.spec.cluster.nodes) > 1 else 1
     if free is None:
         return
-    free += _existing_bytes(at, folder)
-    count = copies * (local.keep + 1)
+    free += _own_bytes(at, folder)
     if count * size <= free:
         return
-    copied = " with the copy of another node's" if copies > 1 else ""
-    fixes: list[Fix] = [{"checkpoint.local.keep": 1}, {"checkpoint.local.keep": 1, "checkpoint.local.replicate": False}]
+    copied = " with copies of another node's" if settings.replicate and int(at.spec.cluster.nodes) > 1 else ""
     yield Violation(
-        "checkpoint.local.path",
-        f"a node's part of a local checkpoint is {size / _GB:.3g} GB, and {folder} has {free / _GB:.3g} GB free: "
-        f"{local.keep + 1} at a time{copied} are {count * size / _GB:.3g} GB",
+        f"{section}.path",
+        f"a node's part of a checkpoint is {size / _GB:.3g} GB, and {folder} has {free / _GB:.3g} GB free: "
+        f"{count} at a time{copied} are {count * size / _GB:.3g} GB",
         {"node_bytes": size, "checkpoints": count, "free_bytes": free},
-        (*fixes, {"checkpoint.local.interval": 0, "checkpoint.local.path": None}),
+        tuple(fixes),
         "warning",
     )
 
 
-def _local_folder(at: RuleContext) -> Path | None:
-    """Return checkpoint.local.path on this machine; None without local checkpoints, or with an unknown variable."""
-    local = at.spec.checkpoint.local
-    path = os.path.expandvars(local.path or "")
-    return Path(path).expanduser() if local.interval > 0 and path and "$" not in path else None
+def _is_absolute(path: str) -> bool:
+    """Return whether a path with variables, which the nodes replace, may be absolute."""
+    return path.startswith(("/", "~", "$"))
 
 
 def _device(path: Path) -> int | None:
@@ -112,19 +179,10 @@ def _device(path: Path) -> int | None:
     return None
 
 
-def _node_bytes(at: RuleContext) -> int | None:
-    """Return the bytes of the shards of a node's ranks: replicas save what they hold."""
-    size = checkpoint_bytes(at)
-    if size is None or at.dp is None or at.world is None:
-        return None
-    replicas, _ = replicas_and_shards(at.dp, at.spec.parallel)
-    return size * replicas // int(at.spec.cluster.nodes)
-
-
-def _existing_bytes(at: RuleContext, folder: Path) -> int:
-    """Return the bytes of the run's existing local checkpoints, which newer ones replace."""
+def _own_bytes(at: RuleContext, folder: Path) -> int:
+    """Return the bytes of the run's existing checkpoints in a folder, which newer ones replace."""
     name = Path(at.spec.run.directory or "").name
     try:
         return sum(file.stat().st_size for file in folder.glob(f"{name}-*/rank_*/step_*/*"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # not readable; no path at all
         return 0

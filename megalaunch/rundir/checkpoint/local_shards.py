@@ -1,4 +1,4 @@
-"""Local checkpoints on disk: a folder for each rank in the folder of its node, and in it a shard for each step.
+"""Local checkpoints on a node: a folder for each rank in the run's folder there, and in it a shard for each step.
 
 A shard is a directory with the rank's tensors, `position.json`, `shard.json` and a manifest with the hash of each file.
 It appears complete or not at all. Copies of other nodes' shards have the same names as the shards themselves.
@@ -6,6 +6,7 @@ It appears complete or not at all. Copies of other nodes' shards have the same n
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
+from megalaunch.rundir.paths import RunDirectory
 
 SHARD_TENSORS = "shard.safetensors"
 SHARD = "shard"  # the document that describes a shard
@@ -57,6 +59,27 @@ class LocalShard:
             }:
                 return cls(rank, step, attempt, resumes, world, layout)
         raise ValueError("it describes no shard")
+
+
+def node_folder_name(directory: RunDirectory) -> str:
+    """Return the name of a run's folder on its nodes, which no other run has. Raises OSError.
+
+    A run of the same directory, removed and begun again, is another one.
+    """
+    first = b""
+    if directory.attempts.exists():
+        with directory.attempts.open("rb") as file:
+            first = file.readline()
+    root = directory.root.absolute()
+    return f"{root.name}-{hashlib.sha256(bytes(root) + first).hexdigest()[:12]}"
+
+
+def held_bytes(folder: Path) -> int:
+    """Return the bytes of the shards in a run's folder on this node, which newer ones replace."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob(f"{_RANK}*/step_*/*"))
+    except OSError:
+        return 0
 
 
 def rank_folder(folder: Path, rank: int) -> Path:

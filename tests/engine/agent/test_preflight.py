@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 from agent_meeting import MINE, Meeting, ended_loops  # noqa: F401  (a fixture)
+from made_specs import resolved
 
-from megalaunch.engine.agent import inspection, neighbours, shared_directory
+from megalaunch.engine.agent import inspection, local_checks, neighbours, shared_directory
 from megalaunch.engine.agent.inspection import Inspection
-from megalaunch.engine.agent.local_checks import disk_problems, interface_problems
+from megalaunch.engine.agent.local_checks import disk_problems, interface_problems, memory_tier_problems
 from megalaunch.engine.agent.member import EventLoop, Member, RendezvousProblem
 from megalaunch.engine.agent.node_report import NodeReport, Problem
+from megalaunch.plan.memory.checkpoint_sizes import node_checkpoint_bytes
 from megalaunch.platform.device_health import device_faults
 from megalaunch.platform.software import Software
+from megalaunch.rundir.checkpoint.local_shards import node_folder_name, shard_directory
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import with_values
 
 HOST = socket.gethostname()
 SAME = Software("0123456789ab", "3.12.0", "2.13.0")
@@ -245,6 +250,22 @@ def test_full_disks(tmp_path):
     ((cause, _),) = disk_problems({tmp_path: 2**60})
     assert cause.startswith(f"{tmp_path} has ")
     assert cause.endswith("free, but 1152921.5 TB are needed")
+
+
+def test_a_memory_too_small_for_the_checkpoints_in_it(tmp_path, monkeypatch):
+    """Checkpoints that the run holds there already are replaced by newer ones, so their bytes count as free."""
+    overrides = ("recipe=tiny", "data.corpus=x", "checkpoint.memory.interval=2", "checkpoint.interval=0")
+    spec = with_values(resolved(*overrides)[0], {"checkpoint.memory.path": str(tmp_path)})
+    needed = 2 * (node_checkpoint_bytes(spec) or 0)
+    run = tmp_path / "run"
+    monkeypatch.setattr(local_checks, "free_disk", lambda path: needed - 1000)
+    ((cause, fix),) = memory_tier_problems(spec, run)
+    assert cause.startswith(f"{tmp_path} has ")
+    assert "checkpoint.memory.interval=0" in fix
+    held = shard_directory(tmp_path / node_folder_name(RunDirectory(run)), 0, 2)
+    held.mkdir(parents=True)
+    (held / "shard.safetensors").write_bytes(bytes(1000))
+    assert list(memory_tier_problems(spec, run)) == []
 
 
 TOOL = """#!{python}

@@ -165,11 +165,19 @@ def test_nodes_find_that_they_share_a_folder(tmp_path):
     def open_folders() -> list[bool]:
         os.environ["NODE_DISK"] = str(tmp_path / f"disk_{dist.get_rank()}")
         paths = (str(tmp_path / "shared"), "$NODE_DISK")
-        return [open_node_folder(path, directory, 1, 1).is_private for path in paths]
+        return [open_node_folder("checkpoint.local", path, directory, 1, 1).is_private for path in paths]
 
     assert run_ranks(2, open_folders) == [[False, True], [False, True]]
 
 
+def test_a_folder_of_another_user_is_refused_and_ones_own_is_private(tmp_path, monkeypatch):
+    folder = open_node_folder("checkpoint.memory", str(tmp_path), RunDirectory(tmp_path / "run"), 1, 1).path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.memory\.path=.* belongs to another user"):
+        open_node_folder("checkpoint.memory", str(tmp_path), RunDirectory(tmp_path / "run"), 1, 1)
+
+
 def test_a_path_with_an_unknown_variable_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="name an absolute path, with variables that every node has"):
-        open_node_folder("$DISK_OF_NO_NODE/checkpoints", RunDirectory(tmp_path), 1, 1)
+        open_node_folder("checkpoint.local", "$DISK_OF_NO_NODE/checkpoints", RunDirectory(tmp_path), 1, 1)

@@ -15,6 +15,7 @@ LIBRARY = (*TINY, *BY_LIBRARY, "batch.global_batch_size=16")
 WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
+MEMORY = "checkpoint.memory.interval=2 checkpoint.interval=0 checkpoint.keep_every=0"
 LOCAL = "checkpoint.local.interval=2 checkpoint.local.path=/disk"
 EIGHT_B = (*TINY, "parallel=dp1", "model=llama3_8b", "tokenizer.vocab_size=128256")  # of 96.4 GB with moments
 NO_CORPUS = ("recipe=tiny", "data.corpus=null")
@@ -296,6 +297,13 @@ CHECKPOINT = {
     "checkpoint.local_free_disk": Case(
         "checkpoint.local.keep=2", "checkpoint.local.keep=1", (*EIGHT_B, *LOCAL.split())
     ),
+    "checkpoint.memory_idle": Case("checkpoint.memory.keep=2", f"checkpoint.memory.keep=2 {MEMORY}"),
+    "checkpoint.memory_path": Case(f"checkpoint.memory.path=shm {MEMORY}", f"checkpoint.memory.path=/dev/shm {MEMORY}"),
+    "checkpoint.memory_interval": Case(
+        f"{MEMORY} checkpoint.local.interval=5 checkpoint.local.path=/disk",
+        f"{MEMORY} checkpoint.local.interval=6 checkpoint.local.path=/disk",
+    ),
+    "checkpoint.memory_free": Case("checkpoint.memory.keep=2", "checkpoint.memory.keep=1", (*EIGHT_B, *MEMORY.split())),
     "checkpoint.none": Case("train.steps=1001 checkpoint.interval=0", "train.steps=1000 checkpoint.interval=0"),
 }
 COMPILE = {
