@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_parts.setting import Setting
 from gpu_parts.timing import median_seconds, relative_error
+from megalaunch.engine.model.attention.core import whole_sample_attention
 from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
+from megalaunch.engine.model.tp_region import NO_TP
 from megalaunch.engine.precision.float8 import Float8Matmuls
+from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
@@ -40,6 +44,7 @@ from megalaunch.kernels.permute import permute, sort_by_expert, unpermute
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
 from megalaunch.kernels.swiglu import swiglu, swiglu_reference
 from megalaunch.kernels.tensor_norms import per_tensor_norms
+from megalaunch.plan.attention_choice import TakenBackend
 from megalaunch.schema.precision import Float8Spec
 
 Form = Callable[..., Tensor | Sequence[Tensor]]
@@ -209,6 +214,53 @@ def _attention(width: int) -> Callable[[_Inputs], Kernel]:
     return build
 
 
+def _packed_attention(at: _Inputs) -> Kernel:
+    """Causal attention within documents of a half, a quarter and two eighths of a sample."""
+    s, width = at.sizes, 128
+    q = at.randn(1, s.heads, s.sequence, width)
+    k, v = at.randn(1, s.groups, s.sequence, width), at.randn(1, s.groups, s.sequence, width)
+    lengths = tuple(s.sequence // part for part in (2, 4, 8, 8))
+    numbers = torch.arange(len(lengths), device=q.device)
+    documents = numbers.repeat_interleave(torch.tensor(lengths, device=q.device))[None]
+
+    def by(backend: TakenBackend) -> Form:
+        return whole_sample_attention(s.sequence, documents, (lengths,), None, backend)
+
+    on_cuda = at.setting.device == "cuda"
+    forms: dict[str, Form] = {"flash, block by block": by("flash")}
+    if on_cuda:
+        forms["flex"] = by("flex")
+    forms["ours"] = by("varlen" if on_cuda else "auto")  # what the engine takes by itself
+    pairs = sum(length**2 / 2 for length in lengths)
+    return Kernel((q, k, v), forms, flops=3.5 * 4 * pairs * s.heads * width)
+
+
+def _linear_cross_entropy(at: _Inputs) -> Kernel:
+    """Head and loss: whole logits in fp32, or chunks of 2,048 tokens, as the training cases have."""
+    s = at.sizes
+    tokens = s.tokens // 2
+    x, weight = at.randn(tokens, s.hidden), at.randn(s.vocabulary, s.hidden, scale=0.02)
+    labels = torch.randint(0, s.vocabulary, (tokens,), device=x.device)
+
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).float(), labels, reduction="sum")
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        decoder: Any = SimpleNamespace(  # what the loss asks of a decoder on one rank
+            tp_region=NO_TP,
+            head=SimpleNamespace(weight=w, layout=None),
+            vocabulary_columns=s.vocabulary,
+            config=SimpleNamespace(final_logit_softcapping=None),
+            softcap_logits=lambda logits: logits,
+        )
+        return LinearCrossEntropy(decoder, max(tokens // 2048, 2)).from_hidden(x[None], labels[None])
+
+    forms: dict[str, Form] = {"reference": reference, "ours": ours}
+    if (liger := _liger()) is not None:
+        forms["liger"] = lambda x, w: liger.liger_fused_linear_cross_entropy(x, w, labels, reduction="sum")
+    return Kernel((x, weight), at.compiled(forms, reference), flops=6 * x.numel() * s.vocabulary)
+
+
 def _grouped_linear(at: _Inputs) -> Kernel:
     s = at.sizes
     rows = s.tokens * s.choices // 2
@@ -332,6 +384,8 @@ def _grad_norm(at: _Inputs) -> Kernel:
 KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "attention, head 64": _attention(64),
     "attention, head 128": _attention(128),
+    "attention, documents": _packed_attention,
+    "linear and cross-entropy": _linear_cross_entropy,
     "RMSNorm": _rms_norm,
     "residual and RMSNorm": _add_rms_norm,
     "SwiGLU": _swiglu,
@@ -339,6 +393,7 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "rope": _rope,
     "fp8 linear, tensorwise": _float8_linear("tensorwise"),
     "fp8 linear, rowwise": _float8_linear("rowwise"),
+    "fp8 linear, blockwise": _float8_linear("blockwise"),
     "fp8 cast, 1 x 128": _float8_cast((1, 128), False),
     "fp8 cast, 128 x 128": _float8_cast((128, 128), False),
     "fp8 cast, mxfp8": _float8_cast((1, 32), True),
