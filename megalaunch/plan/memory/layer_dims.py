@@ -71,7 +71,8 @@ class LayerDims:
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
         repeated_kv_shards: those that repeating them for every query head adds.
         mask_keys: columns of a saved attention mask, per token of the rank.
-        score_buffer_bytes: bytes of the scores that attention without a fused kernel works on.
+        attention_buffer_bytes: bytes that attention's backward allocates without a fused kernel for all of its pairs:
+            of scores, or of blocks.
         saved_weight_keys: keys per query and head whose attention weights are saved on a CPU.
         sequence_shards: tensor-parallel ranks that shard the sequence.
     """
@@ -113,7 +114,7 @@ class LayerDims:
     saved_kv_shards: float
     repeated_kv_shards: float
     mask_keys: float
-    score_buffer_bytes: float
+    attention_buffer_bytes: float
     saved_weight_keys: float
     sequence_shards: int
 
@@ -184,6 +185,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     latent = mla.kv_lora_rank is not None
     query = local_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else local_heads * head_dim
     value = local_heads * mla.v_head_dim if latent else groups * head_dim
+    key = query if latent else groups * head_dim
     gated = model.activation in GATED
     sharing = (tp if dtypes.sequence_parallel else 1) * dtypes.cp
     rows = ExpertRows.of(moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
@@ -194,7 +196,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         residual_bytes=4 if dtypes.residual_dtype == "fp32" else activation_bytes,
         hidden_size=model.hidden_size,
         query_width=query,
-        key_width=query if latent else groups * head_dim,
+        key_width=key,
         value_width=value,
         attention_output_width=local_heads * mla.v_head_dim if latent else local_heads * head_dim,
         attention_output_copies=1.5 if dtypes.dynamic_cp else 2.0 if _is_called_by_chunk(dtypes) else 1.0,
@@ -225,7 +227,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
         mask_keys=_mask_keys(model, kind, dtypes, profile),
-        score_buffer_bytes=_score_bytes(model, dtypes, profile, local_heads, query),
+        attention_buffer_bytes=_attention_buffer_bytes(model, dtypes, profile, local_heads, query, key + value),
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
@@ -317,23 +319,69 @@ def _has_dense_mask(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, prof
     return masked and _attends_over_samples(dtypes) and not _needs_score_mod(model)
 
 
-def _score_bytes(
-    model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile, heads: float, query: float
+def _attention_buffer_bytes(
+    model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile, heads: float, query: float, kv: float
 ) -> float:
     """Return the bytes of scores, in fp32, and of buffers as wide as the queries, where no fused kernel runs.
 
     The buffers are queries, keys and values of every head, the output's gradient, and the gradients of all four.
     Attention works on a block of queries; a ring on the keys of one rank at a time. Logit softcapping saves a
-    derivative, dropout one byte per score.
+    derivative, dropout one byte per score. `kv` is the width of keys and values together.
     """
     if _is_unfused(dtypes):
         return _unfused_peak(model, dtypes, heads)
-    if not (_computes_scores(model, dtypes) and profile.query_block):
+    if not profile.query_block:
+        return 0.0
+    if _computes_blocks_of_ranks(dtypes):
+        return _block_bytes(model, dtypes, profile, heads, query, kv)
+    if not _computes_scores(model, dtypes):
         return 0.0
     call = _largest_call(model, dtypes)
     scores = heads * min(profile.query_block / call.queries, 1.0) * call.keys
     modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
     return call.share * (profile.score_copies * 4 * (scores + 4 * query) + modified * scores)
+
+
+def _computes_blocks_of_ranks(dtypes: DtypesAndGroups) -> bool:
+    """Return whether a rank computes blocks of its queries and the keys of every rank: in a ring, or all-gathered."""
+    if dtypes.cp == 1 or dtypes.cp_comm_type not in ("p2p", "allgather") or dtypes.dynamic_cp:
+        return False
+    return dtypes.attention_backend in ("auto", "flash", "math")
+
+
+def _block_bytes(
+    model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile, heads: float, query: float, kv: float
+) -> float:
+    """Return the bytes of attention's backward over blocks of the keys of every rank.
+
+    The gradients of queries, and of the keys and values that a rank has, are summed in fp32. All-gathered, these are
+    those of all ranks (engine/model/attention/block_attention.py). A ring has three such sums of one rank: a block's,
+    those that arrive and those that are sent; and the keys and values that arrive (engine/parallel/ring_attention.py).
+
+    In addition, those of the largest block: of a rank's queries and keys in a ring, else of its late half and the keys
+    before it. Flash attention sums a block's gradient of queries up in fp32, writes gradients in their dtype, of every
+    query head before it sums those of a group up, and takes heads of one width. Without it k, v and their gradients are
+    in fp32, of every head, and queries, output, its gradient and theirs of one block of queries.
+    """
+    width = dtype_bytes(dtypes.compute_dtype)
+    if _is_ring(dtypes):
+        sums = 4 * (query + 3 * kv) + width * min(2, dtypes.cp - 1) * kv
+        queries, keys = 1.0, 1.0  # of the block, relative to those of the rank
+    else:
+        sums = 4 * (query + dtypes.cp * kv)
+        queries, keys = 0.5, dtypes.cp - 0.5
+    if not _computes_scores(model, dtypes):
+        if model.mla.kv_lora_rank is not None:
+            made = 3 * keys * query + 2 * queries * query  # v and its gradient, output and its gradient
+        else:
+            grouped = profile.expands_grouped_gradients and kv < 2 * query
+            made = keys * (kv + (2 * query if grouped else 0.0))
+        sinks = 3 * 4 * query if model.attention_sinks else 0.0
+        return sums + max((4 + width) * queries * query + width * made, sinks)
+    queries = min(profile.query_block * dtypes.cp / dtypes.sequence_length, 1.0)
+    scores = heads * queries * keys * dtypes.sequence_length / dtypes.cp
+    modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
+    return sums + (4 * profile.score_copies + modified) * scores + 4 * query * (4 * keys + 5 * queries)
 
 
 def _computes_scores(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:

@@ -43,6 +43,8 @@ class MemoryProfile:
             mask in the dtype of queries; in longer samples blocks need none.
         repeats_masked_kv: attention with such a mask, and the memory-efficient kernel, save the keys and values of
             every query head (kernels/causal_attention.py).
+        expands_grouped_gradients: flash attention's backward writes gradients of keys and values for every query head,
+            and sums those of a group up.
         p2p_buffers: a pipeline stage holds its output of each microbatch in flight until that one's backward, and one
             received and one sent gradient.
         score_copies: fp32 copies of scores in attention without a fused kernel.
@@ -70,6 +72,7 @@ class MemoryProfile:
     pending_logit_bytes: float | None = None
     dense_mask_tokens: int = 0
     repeats_masked_kv: bool = False
+    expands_grouped_gradients: bool = False
     score_copies: int = 0
     query_block: int = 0
     dropout_masks: bool = True
@@ -89,6 +92,7 @@ ENGINE = MemoryProfile(
     fused_chunk_loss=True,
     dense_mask_tokens=DENSE_MASK_TOKENS,
     repeats_masked_kv=True,
+    expands_grouped_gradients=True,
     score_copies=2,
     query_block=512,
     dropout_masks=False,
@@ -112,6 +116,7 @@ CPU_ENGINE = replace(
     ENGINE_WITHOUT_TRITON,
     name="engine on CPU",
     repeats_masked_kv=False,
+    expands_grouped_gradients=False,
     activation_gradients=1,
     max_saved_weight_tokens=512,
     separate_reduce_scatter_buffers=True,

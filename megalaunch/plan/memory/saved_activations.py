@@ -300,8 +300,8 @@ def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, f
     """Return the peak in the backward of one layer, in addition to its saved activations: recomputed, and gradients.
 
     It is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of its
-    activation; the inner values themselves are freed by then. Attention is recomputed, and scores are allocated, after
-    the block's values are freed.
+    activation; the inner values themselves are freed by then. Attention is recomputed, and its buffers are allocated,
+    after the block's values are freed.
 
     Args:
         d: the layer's dimensions.
@@ -319,7 +319,7 @@ def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, f
         freed = (d.saved_activation_inputs + 1) * d.ffn_width
     stream = d.hidden_size / d.sequence_shards + d.hidden_size
     saved_and_freed = max(0.0, d.activation_bytes * (d.hidden_size / d.sequence_shards + freed) - ffn)
-    grown = d.score_buffer_bytes - saved_and_freed
+    grown = d.attention_buffer_bytes - saved_and_freed
     peaks = (ffn, d.activation_bytes * (stream + inner)), (attention + min(0.0, grown), max(0.0, grown))
     return max(peaks, key=sum)
 

@@ -156,6 +156,11 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED)),  # all documents in one call
     Case("cp4", 4, (4, 2, 4096), LOSS, (FEW_WORDS, PACKED, "parallel.cp_comm_type=allgather", *ALL_KEYS)),  # by chunk
     Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a")),
+    # The gradients of the keys of all ranks are the peak: by blocks with sinks, of every query head, and with scores.
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=allgather", *ALL_KEYS)),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, "parallel.cp_comm_type=allgather", "model.ffn_hidden_size=1024")),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=allgather", *ALL_KEYS)),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, "model.ffn_hidden_size=1024")),  # a ring
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED), shape=LATENT),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # FlexAttention
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW, "model.sliding_window_pattern=2")),

@@ -70,4 +70,8 @@ class _BlockAttention(torch.autograd.Function):
         shared = BlockwiseBackward(out, gradients[0], log_sum)
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         add_gradients(BlockInputs(q, k, v, ctx.mask, ctx.scoring, ctx.kernel), shared, dq, dk, dv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, shared.sinks(sinks)
+        dsinks = shared.sinks(sinks)
+        dq = dq.to(q.dtype)  # one after another: no two sums in fp32 and their copies are there at once
+        dk = dk.to(k.dtype)
+        dv = dv.to(v.dtype)
+        return dq, dk, dv, None, None, None, dsinks
