@@ -18,7 +18,14 @@ from megalaunch.engine.run_end import RankError
 from megalaunch.kernels.overridable import load_overrides
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
-from megalaunch.platform.packages import DEEP_EP, TRANSFORMER_ENGINE, lacks_expert_mesh, missing_attention_package
+from megalaunch.platform.packages import (
+    DEEP_EP,
+    NVRX,
+    NVRX_MODULE,
+    TRANSFORMER_ENGINE,
+    lacks_expert_mesh,
+    missing_attention_package,
+)
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.environment import HANGS_WATCHED_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
@@ -60,6 +67,11 @@ def _missing_library(spec: RunSpec) -> RankError | None:
             ExitCode.CONFIGURATION,
             "precision.fp8.implementation=transformer_engine needs Transformer Engine, which "
             f"{socket.gethostname()} lacks: {TRANSFORMER_ENGINE.install_command}",
+        )
+    if spec.launcher.enable_ft_package and importlib.util.find_spec(NVRX_MODULE) is None:
+        return RankError(
+            ExitCode.CONFIGURATION,
+            f"launcher.enable_ft_package needs NVRx, which {socket.gethostname()} lacks: {NVRX.install_command}",
         )
     if (package := missing_attention_package(spec.model.attention_backend)) is not None:
         return RankError(

@@ -65,9 +65,11 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
     try:
         with uncollected_imports():
             spec, entrypoint = read_spec(path), load_entrypoint()
+            from megalaunch.engine.rank_monitor import reports_to_rank_monitor
             from megalaunch.engine.run_rank import run_rank
 
-        run_rank(spec, directory, rank, progress, stop, entrypoint, fence)
+        with reports_to_rank_monitor(spec, progress):
+            run_rank(spec, directory, rank, progress, stop, entrypoint, fence)
     except BaseException as error:
         _end_if_superseded(error, fence)
         with contextlib.suppress(OSError):  # a full disk: the traceback still goes to the log

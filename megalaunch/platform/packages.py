@@ -75,6 +75,9 @@ TRANSFORMER_ENGINE = Package(
     only_gpu=True,
 )
 
+NVRX = Package("nvidia-resiliency-ext", "nvrx", "launcher.enable_ft_package")
+NVRX_MODULE = "nvidia_resiliency_ext"
+
 FLASH_ATTN = Package(
     "flash-attn",
     "",
@@ -117,6 +120,7 @@ OPTIONAL = (
     DEEP_EP,
     FLASH_ATTN,
     TRANSFORMER_ENGINE,
+    NVRX,
 )
 """Packages that only some commands or options need. They are not imported for the check, unless they have a probe."""
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,13 +30,18 @@ class Progress:
 
 
 class ProgressWriter:
-    """Rewrites one small file in place (about 10 microseconds), so it may be called several times per step."""
+    """Rewrites one small file in place (about 10 microseconds), so it may be called several times per step.
+
+    Attributes:
+        listener: called with the phase of each report; must neither block nor raise. None: nobody listens.
+    """
 
     def __init__(self, path: Path, rank: int, attempt: int) -> None:
         self._path = path
         self._descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
         self._rank, self._attempt, self._ticks = rank, attempt, 0
         self.coordinates, self.phase, self.step = "", "starting", 0
+        self.listener: Callable[[str], None] | None = None
 
     def report(self, phase: str, step: int | None = None) -> None:
         """Report that this rank is in `phase` of `step` (None: the step is unchanged). Never raises.
@@ -45,6 +51,8 @@ class ProgressWriter:
         """
         self.phase, self.step = phase, self.step if step is None else step
         self._ticks += 1
+        if self.listener is not None:
+            self.listener(phase)
         record = Progress(
             self._rank, os.getpid(), self._attempt, self.coordinates, phase, self.step, self._ticks, time.time()
         )

@@ -31,6 +31,8 @@ def require_optional_packages(spec: RunSpec) -> None:
     from megalaunch.platform.packages import (
         DEEP_EP,
         EXPERT_MESH_TORCH,
+        NVRX,
+        NVRX_MODULE,
         TRANSFORMER_ENGINE,
         lacks_expert_mesh,
         missing_attention_package,
@@ -61,6 +63,12 @@ def require_optional_packages(spec: RunSpec) -> None:
             f"({TRANSFORMER_ENGINE.name}), which is not installed.\n"
             f"fix:  {TRANSFORMER_ENGINE.install_command}\n"
             "      or precision.fp8.implementation=native"
+        )
+    if spec.launcher.enable_ft_package and importlib.util.find_spec(NVRX_MODULE) is None:
+        fail(
+            f"launcher.enable_ft_package needs NVRx ({NVRX.name}), which is not installed.\n"
+            f"fix:  {NVRX.install_command}\n"
+            "      or launcher.enable_ft_package=false"
         )
     backend = spec.model.attention_backend
     if (package := missing_attention_package(backend)) is not None:

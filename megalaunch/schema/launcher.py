@@ -65,6 +65,11 @@ class LauncherSpec:
         "checkpoints",
         minimum=0,
     )
+    enable_ft_package: bool = setting(
+        False,
+        "Report heartbeats and sections to the rank monitors of NVRx, where its `ft_launcher` starts the workers; "
+        "needs nvidia-resiliency-ext.",
+    )
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     ssh: SshSpec = field(default_factory=SshSpec)
     kubernetes: KubernetesSpec = field(default_factory=KubernetesSpec)

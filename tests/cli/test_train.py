@@ -23,6 +23,7 @@ from megalaunch.engine.api import deep_plan
 from megalaunch.engine.process_group import local_device
 from megalaunch.launch.directory import lock_run, run_is_locked
 from megalaunch.launch.lock import read_holder
+from megalaunch.platform.packages import NVRX_MODULE
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.required_packages import require_optional_packages
@@ -108,6 +109,23 @@ def test_without_a_package_of_attention_it_says_how_to_install_it(backend, insta
     _, problem = local_device(with_values(spec, {"model.attention_backend": backend, "platform.chip": "cpu"}))
     assert problem is not None
     assert problem.reason.endswith(f"lacks: {install}")
+
+
+def test_without_nvrx_it_says_how_to_install_it(capsys, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == NVRX_MODULE else real(name))
+    spec = composed("recipe=tiny", "data.corpus=x").spec
+    require_optional_packages(spec)
+    monitored = with_values(spec, {"launcher.enable_ft_package": True, "platform.chip": "cpu"})
+    with pytest.raises(typer.Exit) as refused:
+        require_optional_packages(monitored)
+    assert refused.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert "enable_ft_package needs NVRx (nvidia-resiliency-ext), which is not installed" in said
+    assert "fix:  pip install 'megalaunch[nvrx]'\n      or launcher.enable_ft_package=false\n" in said
+    _, problem = local_device(monitored)
+    assert problem is not None
+    assert problem.reason.endswith("lacks: pip install 'megalaunch[nvrx]'")
 
 
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):

@@ -109,7 +109,7 @@ TORCH_PRIVATE = (
 ENGINE_FLOORS = (
     ("torch_private",),
     ("platform",),
-    ("worker_setup", "run_end", "hang_diagnostics", "restricted_objects"),
+    ("worker_setup", "run_end", "hang_diagnostics", "rank_monitor", "restricted_objects"),
     ("agent", "process_group", "measure", "precision", "mesh"),
     ("param_layout", "autograd"),
     ("collectives", "dtensor"),

@@ -99,6 +99,18 @@ def devices(at: RuleContext) -> Iterator[Violation]:
         )
 
 
+@rule("launcher.ft_launcher", "The workers of launcher.enable_ft_package are started by NVRx's ft_launcher.")
+def ft_launcher(at: RuleContext) -> Iterator[Violation]:
+    """Only ft_launcher starts the rank monitors; megalaunch's own agents find hangs without them."""
+    if at.spec.launcher.enable_ft_package:
+        yield Violation(
+            "launcher.enable_ft_package",
+            "only NVRx's ft_launcher starts rank monitors: `megalaunch train ... --prepare-only`, then on each node "
+            "`ft_launcher ... -m megalaunch.engine.worker RUN/spec.yaml`",
+            severity="note",
+        )
+
+
 _PATHS = (
     "data.corpus",
     "data.sft_data",
