@@ -2,7 +2,8 @@
 
 In plain torch, the reference, a cast passes nine times over its matrix. Triton kernels read it once for the amax and
 once for the cast, also of the matrix and its transpose together; and once in all where the scale is known before
-(delayed scaling), or belongs to a block that fits into a tile (blockwise, mxfp8).
+(delayed scaling), or belongs to a block that fits into a tile (blockwise, mxfp8), whose blocks along rows and along
+columns have scales of their own.
 
 Formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning): e4m3 reaches 448 and has no infinity,
 e5m2 reaches 57,344. A block is (rows, columns); 0 stands for all of them: (0, 0) is the whole matrix, (1, 0) a row,
@@ -50,6 +51,16 @@ class Float8Matrix:
         """Cast x with the scales of its blocks' own amaxes: by `power_of_two_scale`, or `scale_from_amax`."""
         values, scales = _kernels(x_RK).cast_blocks(x_RK, block, power_of_two, _LARGEST_SCALE, dtype)
         return cls(values, scales, block)
+
+    @classmethod
+    def quantize_blocks_both(
+        cls, x_RK: Tensor, width: int, dtype: torch.dtype, *, power_of_two: bool
+    ) -> tuple[Float8Matrix, Float8Matrix]:
+        """Cast x and its transpose, each with the scales of its own (1, width) blocks, as `quantize_blocks` does."""
+        values, scales, transposed, transposed_scales = _kernels(x_RK).cast_blocks_both(
+            x_RK, width, power_of_two, _LARGEST_SCALE, dtype
+        )
+        return cls(values, scales, (1, width)), cls(transposed, transposed_scales, (1, width))
 
     @classmethod
     def quantize_with_amax(cls, x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Float8Matrix, Tensor]:
@@ -124,6 +135,7 @@ def triton_kernels() -> CastKernels:
         operators.float8_cast,
         operators.float8_cast_both,
         operators.float8_cast_blocks,
+        operators.float8_cast_blocks_both,
         operators.float8_cast_with_amax,
     )
 
@@ -154,6 +166,13 @@ def _cast_blocks(
     return _cast(x_RK, scales, block, dtype), scales
 
 
+def _cast_blocks_both(
+    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = (_cast_blocks(each, (1, width), power_of_two, largest_scale, dtype) for each in (x_RK, x_RK.t()))
+    return *rows, *columns
+
+
 def _cast_with_amax(
     x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +181,7 @@ def _cast_with_amax(
     return values, transposed, _amax(x_RK, (0, 0))
 
 
-REFERENCE = CastKernels(_amax, _cast, _cast_both, _cast_blocks, _cast_with_amax)
+REFERENCE = CastKernels(_amax, _cast, _cast_both, _cast_blocks, _cast_blocks_both, _cast_with_amax)
 """The plain-torch form."""
 
 

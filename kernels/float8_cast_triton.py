@@ -104,6 +104,25 @@ def _cast_blocks(
 
 
 @triton.jit
+def _cast_blocks_both(
+    x_ptr, scales_ptr, out_ptr, transposed_scales_ptr, transposed_ptr, rows, columns, row_stride, column_stride,
+    scales_stride, transposed_scales_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, MANTISSA: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write scales and fp8 values of a square tile, whose rows are blocks, and of its transpose, whose rows are too."""
+    tile, r, k, inside = _load_tile(x_ptr, rows, columns, row_stride, column_stride, WIDTH, WIDTH)
+    bits = tl.abs(tile).to(tl.int32, bitcast=True)
+    scales = _scale(tl.max(bits, 1), LARGEST, LARGEST_SCALE, POWER_OF_TWO)
+    tl.store(scales_ptr + r * scales_stride + tl.program_id(1), scales, mask=r < rows)
+    values = _to_float8(tile, scales[:, None], LARGEST, SMALLEST, MANTISSA).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + r[:, None] * columns + k[None, :], values, mask=inside)
+    scales = _scale(tl.max(bits, 0), LARGEST, LARGEST_SCALE, POWER_OF_TWO)
+    tl.store(transposed_scales_ptr + k * transposed_scales_stride + tl.program_id(0), scales, mask=k < columns)
+    values = _to_float8(tile, scales[None, :], LARGEST, SMALLEST, MANTISSA).to(out_ptr.dtype.element_ty)
+    tl.store(transposed_ptr + r[:, None] + k[None, :] * rows, values, mask=inside)
+
+
+@triton.jit
 def _cast(
     x_ptr, scales_ptr, out_ptr, transposed_ptr, amax_ptr, rows, columns,
     row_stride, column_stride, scale_row_stride, scale_column_stride,
@@ -171,6 +190,37 @@ def cast_blocks(
         LARGEST=form.max, SMALLEST=form.smallest_normal, MANTISSA=-int(math.log2(form.eps)),
         LARGEST_SCALE=largest_scale, POWER_OF_TWO=power_of_two, ROWS=height == 1,
         R=_TILE if height == 1 else height, K=width, num_warps=4 if height == 1 else 8,
+    )  # fmt: skip
+
+
+def cast_blocks_both(
+    x_RK: Tensor,
+    values: Tensor,
+    scales_rk: Tensor,
+    transposed: Tensor,
+    transposed_scales_kr: Tensor,
+    width: int,
+    power_of_two: bool,
+    largest_scale: float,
+) -> None:
+    """Write scales and fp8 values of x and of its transpose, by (1, width) blocks of each, of one read.
+
+    Args:
+        x_RK: What is cast.
+        values, transposed: Where the fp8 values are written, [R, K] and [K, R], contiguous.
+        scales_rk, transposed_scales_kr: Where their scales are written, fp32 and contiguous.
+        width: Columns of a block, a power of two.
+        power_of_two: Whether scales are powers of two.
+        largest_scale: The largest scale that is not a power of two.
+    """
+    if not x_RK.numel():
+        return
+    form = torch.finfo(values.dtype)
+    _cast_blocks_both[transposed_scales_kr.shape[1], scales_rk.shape[1]](
+        x_RK, scales_rk, values, transposed_scales_kr, transposed, *x_RK.shape, *x_RK.stride(),
+        scales_rk.stride(0), transposed_scales_kr.stride(0), LARGEST=form.max, SMALLEST=form.smallest_normal,
+        MANTISSA=-int(math.log2(form.eps)), LARGEST_SCALE=largest_scale, POWER_OF_TWO=power_of_two,
+        WIDTH=width, num_warps=4 if width < _TILE else 8,
     )  # fmt: skip
 
 

@@ -68,6 +68,8 @@ class CastKernels:
         cast_both: (x_RK, scale_11, dtype) -> fp8 values [R, K] and their transpose [K, R].
         cast_blocks: (x_RK, block, power_of_two, largest_scale, dtype) -> fp8 values and the scales of their blocks
             [r, k], which are (1, width) or square, with powers of two for both extents.
+        cast_blocks_both: (x_RK, width, power_of_two, largest_scale, dtype) -> fp8 values of x and the scales of its
+            (1, width) blocks, then those of its transpose [K, R].
         cast_with_amax: (x_RK, scale_11, dtype, transpose) -> fp8 values, their transpose (without elements if it is not
             asked for) and the largest absolute value of x, fp32 [1, 1].
     """
@@ -76,6 +78,7 @@ class CastKernels:
     cast: Callable[[Tensor, Tensor, Block, torch.dtype], Tensor]
     cast_both: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
     cast_blocks: Callable[[Tensor, Block, bool, float, torch.dtype], tuple[Tensor, Tensor]]
+    cast_blocks_both: Callable[[Tensor, int, bool, float, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]]
     cast_with_amax: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 
 

@@ -358,6 +358,25 @@ def _empty_blocks(x_RK: Tensor, block: Sequence[int], dtype: torch.dtype) -> tup
     return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(counts, dtype=torch.float32)
 
 
+@custom_op("megalaunch::float8_cast_blocks_both", mutates_args=())
+def float8_cast_blocks_both(
+    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return fp8 values and scales of x, and of its transpose (`CastKernels.cast_blocks_both`)."""
+    from megalaunch.kernels.float8_cast_triton import cast_blocks_both
+
+    made = *_empty_blocks(x_RK, (1, width), dtype), *_empty_blocks(x_RK.t(), (1, width), dtype)
+    cast_blocks_both(x_RK, *made, width, power_of_two, largest_scale)
+    return made
+
+
+@float8_cast_blocks_both.register_fake
+def _(
+    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_empty_blocks(x_RK, (1, width), dtype), *_empty_blocks(x_RK.t(), (1, width), dtype)
+
+
 @custom_op("megalaunch::float8_cast_with_amax", mutates_args=())
 def float8_cast_with_amax(
     x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool

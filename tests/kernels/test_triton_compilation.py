@@ -24,7 +24,14 @@ KERNELS = {
     "cast by (1, 32) blocks, (130, 200) torch.bfloat16": ["_cast"],
     "cast with its transpose, (64, 128) torch.float8_e4m3fn": ["_cast"],
     "cast with its transpose, (130, 200) torch.float8_e5m2": ["_cast"],
-    "cast of (1, 32) blocks, (130, 200) torch.bfloat16": ["_cast_blocks", "_cast_blocks"],
+    "cast of (1, 32) blocks, (130, 200) torch.bfloat16": [
+        *("_cast_blocks", "_cast_blocks"),
+        *("_cast_blocks_both", "_cast_blocks_both"),
+    ],
+    "cast of (1, 128) blocks, (130, 200) torch.bfloat16": [
+        *("_cast_blocks", "_cast_blocks"),
+        *("_cast_blocks_both", "_cast_blocks_both"),
+    ],
     "cast of (128, 128) blocks, (192, 96) torch.float16": ["_cast_blocks", "_cast_blocks"],
     "cast with amax": ["_cast", "_cast"],
     "loss of 2 x 16387 torch.bfloat16": ["_gradient", "_loss_and_gradient", "_sums"],

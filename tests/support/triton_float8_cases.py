@@ -68,16 +68,24 @@ def cast_both_case(size: tuple[int, int], device: str, form: torch.dtype, transp
 def blocks_case(
     size: tuple[int, int], device: str, dtype: torch.dtype, block: Block, form: torch.dtype, transposed: bool = False
 ) -> None:
-    """Scales and values equal to the reference's, bit for bit, also of zeros, infinity, NaN and tiny values."""
+    """Scales and values equal to the reference's, bit for bit, also of zeros, infinity, NaN and tiny values.
+
+    Of blocks of rows, those of the transpose too, written in the same read.
+    """
     x = (randn(*size) * torch.logspace(-9, 5, size[0], dtype=torch.float64)[:, None]).to(device, dtype)
     if size[0] > 100:
         x[0], x[2, 0], x[3, -1], x[4] = 0.0, math.inf, math.nan, 1.5 * 2.0**-120
         x[5], x[6] = 448.0, torch.nextafter(x.new_tensor(448.0), x.new_tensor(math.inf))  # at a power of two for mxfp8
     x = x.t() if transposed else x
-    made = [
-        [kernels.cast_blocks(x, block, power_of_two, 2.0**126, form) for power_of_two in (False, True)]
-        for kernels in (triton_kernels(), REFERENCE)
-    ]
+    made = []
+    for kernels in (triton_kernels(), REFERENCE):
+        casts = []
+        for power_of_two in (False, True):
+            casts.append(kernels.cast_blocks(x, block, power_of_two, 2.0**126, form))
+            if block[0] == 1:
+                both = kernels.cast_blocks_both(x, block[1], power_of_two, 2.0**126, form)
+                casts += [both[:2], both[2:]]
+        made.append(casts)
     for found, expected in zip(*made, strict=True):
         torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
         known = ~expected[0].float().isnan()  # the interpreter's conversion does not know NaN

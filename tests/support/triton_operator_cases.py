@@ -79,6 +79,7 @@ ARGUMENTS: dict[str, list[Callable[[Inputs], tuple[Any, ...]]]] = {
     "float8_amax": [lambda at: (at.plain(6, 40), [1, 32])],
     "float8_cast": [lambda at: (at.plain(6, 40), at.plain(6, 2), [1, 32], E4M3)],
     "float8_cast_blocks": [lambda at: (at.plain(6, 40), [1, 32], True, 2.0**126, E4M3)],
+    "float8_cast_blocks_both": [lambda at: (at.plain(6, 40), 32, True, 2.0**126, E4M3)],
     "float8_cast_with_amax": [
         lambda at: (at.plain(6, 40), at.plain(1, 1), E4M3, True),
         lambda at: (at.plain(6, 40), at.plain(1, 1), E4M3, False),

@@ -1,8 +1,9 @@
 """The matmuls of a linear layer in fp8: which operand has which format and which blocks, by recipe.
 
 x W^T, dy W and dy^T x sum over different dims, and scales of rows and of parts of rows lie along the dim of the sum:
-so operands are saved in 16 bits, and each matmul casts its two. With one scale of a tensor dy is cast once for both
-matmuls of the backward pass. Only weights have square blocks (DeepSeek-AI 2024,
+so operands are saved in 16 bits, and each matmul casts its two. dy is read and cast once for both matmuls of the
+backward pass, with one scale of the tensor or with those of blocks of either layout; scales of whole rows and columns
+need all of it first. Only weights have square blocks (DeepSeek-AI 2024,
 DeepSeek-V3 report, section 3.3).
 """
 
@@ -101,7 +102,7 @@ def operand_dtypes(spec: Float8Spec) -> tuple[torch.dtype, ...]:
 
 @dataclass(frozen=True)
 class _CastGrad(OutputGrad):
-    """A gradient that was cast once for both matmuls: with one scale of the whole, [T, F] and [F, T]."""
+    """A gradient that was cast once for both matmuls, [T, F] and [F, T]."""
 
     rows_TF: Float8Matrix
     columns_FT: Float8Matrix
@@ -132,10 +133,14 @@ class Float8Matmuls:
         return self._multiply(a, b, x.dtype, fast=True).view(*x.shape[:-1], -1)
 
     def prepare(self, dy: Tensor, both: bool) -> OutputGrad:
-        """Cast dy for both matmuls together where one scale serves them: one amax, and one read of dy."""
-        if not both or not self._wgrad or self._blocks.activation != (0, 0):
+        """Cast dy for both matmuls together, in one read of dy, except by scales of whole rows."""
+        height, width = self._blocks.activation
+        if not both or not self._wgrad or (height and not width):
             return OutputGrad(dy)
         dy_TF, dtype = dy.flatten(0, -2), self._dtypes[GRADIENT.index]
+        if width:
+            power_of_two = self._blocks.power_of_two
+            return _CastGrad(dy, *Float8Matrix.quantize_blocks_both(dy_TF, width, dtype, power_of_two=power_of_two))
         if self._delayed is not None and self._delayed.has_scales:
             scale = self._delayed.scale(GRADIENT.index)
             rows, columns, amax = Float8Matrix.quantize_both_with_amax(dy_TF, scale, dtype)

@@ -199,15 +199,15 @@ ENGINE_EAGER = replace(
     frees_stages=True,
 )
 # Bytes moved by the casts of (an input, a gradient, a weight) for two matmuls each: a cast reads 2 and writes 1, an
-# amax of its own reads 2. One scale of a gradient serves both matmuls, with one amax and one read. Blocks and delayed
-# scales take the amax with the cast.
+# amax of its own reads 2. A gradient is read once for both matmuls, except by scales of rows. Blocks and delayed scales
+# take the amax with the cast.
 _TRITON_CASTS: Mapping[Float8Recipe, tuple[int, int, int]] = MappingProxyType(
     {
         "tensorwise": (10, 6, 10),
         "rowwise": (10, 10, 10),
         "delayed": (6, 4, 6),
-        "blockwise": (6, 6, 6),
-        "mxfp8": (6, 6, 6),
+        "blockwise": (6, 4, 6),
+        "mxfp8": (6, 4, 6),
     }
 )
 

@@ -5,6 +5,7 @@ The expected numbers are products in fp64 of values that are rounded here, by th
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -13,6 +14,8 @@ from slow_cases import slow_but
 
 from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
+from megalaunch.kernels.float8_cast import REFERENCE
+from megalaunch.kernels.forms import CastKernels, KernelForms, use_kernel_forms
 from megalaunch.kernels.grouped_linear import grouped_linear_by
 from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.schema.precision import Float8Spec
@@ -80,6 +83,35 @@ def test_a_layer_is_that_of_rounded_values_in_fp64(recipe, format):
         cast(dy.T, of_gradient) @ cast(x.T).T,
     )
     assert_close(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reads"),
+    [
+        ("tensorwise", ["amax", "cast_both"]),
+        ("rowwise", ["amax", "cast", "amax", "cast"]),
+        ("blockwise", ["cast_blocks_both"]),
+        ("mxfp8", ["cast_blocks_both"]),
+    ],
+)
+def test_a_gradient_is_read_once_for_both_matmuls_where_its_scales_allow_it(recipe, reads):
+    """By an operator each; the values are those of `test_a_layer_is_that_of_rounded_values_in_fp64`."""
+    x, weight, dy = torch.randn(64, 160), torch.randn(48, 160), torch.randn(64, 48)
+    found = []
+
+    def noting(name, operator):
+        def call(matrix, *arguments):
+            if matrix.data_ptr() == dy.data_ptr():
+                found.append(name)
+            return operator(matrix, *arguments)
+
+        return call
+
+    forms = CastKernels(**{each.name: noting(each.name, getattr(REFERENCE, each.name)) for each in fields(REFERENCE)})
+    matmuls = Float8Matmuls(Float8Spec(recipe=recipe), True, one_process, None)
+    with use_kernel_forms(KernelForms(cast_kernels=forms)):
+        with_gradients(lambda *leaves: linear_by(matmuls, *leaves), x, weight, gradient=dy)
+    assert found == reads
 
 
 @pytest.mark.parametrize("recipe", BLOCKS)
