@@ -25,7 +25,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, slow=["tp2pp2dp2", "zero3", "cp2 p2p", "offloaded"], one_in=2))
+@pytest.mark.parametrize(
+    "layout", slow_but(LAYOUTS, every=["tp2 sp", "tp2pp2dp2", "zero3", "cp2 p2p", "recomputed", "packed"])
+)
 def test_the_layout_equals_one_cpu(in_fresh_process, layout):
     spec = small_spec(platform__chip="txda", **LAYOUTS[layout])
     in_fresh_process(hold_to_one_process, spec, shake)

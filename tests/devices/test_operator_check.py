@@ -86,7 +86,8 @@ def check(folder: Path, entry: str, platform: str = "txda") -> subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("entry", ["RIGHT", pytest.param("ON_ONE_THREAD", marks=pytest.mark.slow)])
+@pytest.mark.slow  # of the processor tests/engine/test_operator_check.py proves it every time
+@pytest.mark.parametrize("entry", ["RIGHT", pytest.param("ON_ONE_THREAD", marks=pytest.mark.release)])
 def test_right_operators_pass(tmp_path, entry):
     done = check(tmp_path, entry)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,12 +97,18 @@ def test_right_operators_pass(tmp_path, entry):
     assert f"vendor.norm:{entry.lower()}" in done.stdout
 
 
-@pytest.mark.slow  # tests/engine/test_operator_check.py proves it on the processor
+@pytest.mark.slow  # tests/engine/test_operator_check.py proves it, and all of the others, on the processor
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        ("WRONG", "wrong: kernels.rms_norm.rms_norm by vendor.norm:wrong (vendor 1.0)\n"),
-        ("WRONG_BACKWARD", "wrong: kernels.swiglu.swiglu by vendor.norm:detached (vendor 1.0)\n"),
+        pytest.param(
+            *("WRONG", "wrong: kernels.rms_norm.rms_norm by vendor.norm:wrong (vendor 1.0)\n"),
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
+            *("WRONG_BACKWARD", "wrong: kernels.swiglu.swiglu by vendor.norm:detached (vendor 1.0)\n"),
+            marks=pytest.mark.release,
+        ),
         (
             "WRONG_CLASS",
             "wrong: engine.model.attention.attention.Attention by vendor.modules:OtherAttention (vendor 1.0), "
@@ -122,7 +129,7 @@ def test_a_wrong_override_is_named(tmp_path, entry, named):
     ("platform", "message"),
     [
         ("npu", "npu cannot be checked here: torch_npu cannot be used"),
-        ("nowhere", "no platform has torch's device type"),
+        pytest.param("nowhere", "no platform has torch's device type", marks=pytest.mark.release),
     ],
 )
 def test_a_platform_that_is_not_here_is_an_error(tmp_path, platform, message):

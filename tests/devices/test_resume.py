@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, every=["zero3, saved beside training"]))
 def test_stop_and_resume_is_exact(in_fresh_process, tmp_path, layout):
     (tmp_path / "tokens").mkdir()
     values = {"platform.chip": "txda", "train.steps": STEPS, "model.hidden_dropout": 0.2, **LAYOUTS[layout]}

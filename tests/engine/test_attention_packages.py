@@ -75,7 +75,7 @@ def expected(spec, tmp_path_factory) -> list[float]:
         pytest.param(
             "flash_attn",
             "FlashAttention 2 (flash_attn 2.8.3), package flash-attn: chosen by model.attention_backend",
-            marks=pytest.mark.slow,
+            marks=(pytest.mark.slow, pytest.mark.release),
         ),
         (
             "te",

@@ -94,6 +94,7 @@ STEPS = (
     "tp2 sp",
     "zero2",
 )
+STEPS_DAILY = ("cp2 p2p, windows and sinks", "cp4 a2a+p2p, packed", "cp2 dealt", "tp2 sp")
 QUICK_FORWARD = ("one rank, packed", "cp2 p2p", "tp2 sp, gpt, loss in chunks", "zero3, recomputed", "pp2 zbv")
 MODEL = {
     "model__vocab_size": 64,
@@ -119,14 +120,18 @@ def _devices(task: Callable[..., list[torch.Tensor]], *args: Any) -> set[str]:
     return {str(found.device) for found in _on_second_device(task, *args)}
 
 
-@pytest.mark.parametrize("layout", slow_but([layout for layout in LAYOUTS if layout not in STEPS], *QUICK_FORWARD))
+@pytest.mark.parametrize(
+    "layout", slow_but([layout for layout in LAYOUTS if layout not in STEPS], *QUICK_FORWARD, one_in=2)
+)
 def test_a_forward_pass_stays_on_the_device(layout):
     spec = _spec(LAYOUTS[layout])
     for rank in {0, spec.cluster.devices_per_node - 1} if spec.parallel.pp > 1 else {0}:
         assert run_ranks(1, _devices, forward_on, spec, rank) == [{"second:0"}], f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", slow_but(STEPS, "one rank, gpt", "cp2 a2a, windows and sinks", "zero2"))
+@pytest.mark.parametrize(
+    "layout", slow_but(STEPS, "one rank, gpt", "cp2 a2a, windows and sinks", "zero2", every=STEPS_DAILY)
+)
 def test_a_whole_step_stays_on_the_device(layout):
     run_ranks(1, _on_second_device, step_on, _spec(LAYOUTS[layout]), 0)
 

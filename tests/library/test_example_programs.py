@@ -74,10 +74,11 @@ def test_the_training_loop_starts_under_torchrun_and_saves(tmp_path: Path, insta
 
 @pytest.mark.slow
 def test_the_own_block_starts_under_torchrun(tmp_path: Path, installed: Path) -> None:
-    start("own_block.py", *SMALL, "parallel=tp2pp2", processes=4, folder=tmp_path, python=installed)
+    start("own_block.py", *SMALL, "parallel=pp2", processes=2, folder=tmp_path, python=installed)
 
 
 @pytest.mark.slow
+@pytest.mark.release  # test_library.py reads the data set of the page
 def test_own_data_starts_under_torchrun(tmp_path: Path, installed: Path) -> None:
     pytest.importorskip("datasets", reason="the program reads a Hugging Face data set")
     texts = [f"the {number} of {number % 7} and the rest of the words" for number in range(400)]

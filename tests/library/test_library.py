@@ -157,7 +157,7 @@ OWN_BLOCK_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(OWN_BLOCK_LAYOUTS, "cp2 recomputed"))
+@pytest.mark.parametrize("layout", slow_but(OWN_BLOCK_LAYOUTS, "cp2 recomputed", every=["tp2 pp2 dp2"]))
 def test_a_block_of_ones_own_computes_under_every_layout_what_one_process_does(layout: str) -> None:
     """Losses, norms, the gradient of every parameter, three updates, validation: the block of the docs."""
     hold_to_one_process(small_spec(**OWN_BLOCK_LAYOUTS[layout]), prepare=shake, modules=example("own_block").MODULES)
@@ -210,8 +210,7 @@ def blocks_of_the_page(word: str) -> dict[str, object]:
 OWN_MODULES = blocks_of_the_page("class UnitNorm")["modules"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2 pp2 dp2", "tp2 sp zero3"])
+@pytest.mark.parametrize("layout", slow_but(["tp2 pp2 dp2", "tp2 sp zero3"], every=["tp2 sp zero3"]))
 def test_the_attention_and_norm_of_the_page_compute_what_one_process_does(layout: str) -> None:
     hold_to_one_process(small_spec(**OWN_BLOCK_LAYOUTS[layout]), prepare=shake, modules=OWN_MODULES)
 
@@ -275,7 +274,9 @@ PARALLELIZED = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(PARALLELIZED, "cp2 recomputed", "experts, ep2 pp2, tied"))
+@pytest.mark.parametrize(
+    "layout", slow_but(PARALLELIZED, "cp2 recomputed", "experts, ep2 pp2, tied", every=["tp2 sp zero3"])
+)
 def test_a_whole_model_is_parallelized_with_the_weights_that_it_has(layout: str) -> None:
     """Each rank's shards are those slices of the whole tensors, and the vocabulary's padding is zero."""
     spec = small_spec(**{"model__num_layers": 2, **PARALLELIZED[layout]})

@@ -80,7 +80,8 @@ def test_logits_are_megatrons(name, ranks, stacked, singleton, tmp_path):
         )
 
 
-@pytest.mark.slow  # test_megatron_model.py and test_megatron_experts.py compare the parts
+@pytest.mark.slow
+@pytest.mark.release  # test_megatron_model.py and test_megatron_experts.py compare the parts
 @pytest.mark.parametrize("name", ["deepseek_v3"])
 def test_loss_and_every_gradient_are_megatrons(name, tmp_path):
     """Latent attention, experts, shared experts and two depths of multi-token prediction."""

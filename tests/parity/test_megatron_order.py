@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_datasets import EOD, megatron_splits, tokens_of
+from slow_cases import slow_but
 from token_files import prepared_spec, small_tokenizer, write_tokens
 
 from megalaunch.data.samples.build_datasets import build_train_dataset
 
-CORPORA = 240  # of each kind: single files, and blends of two to four
+CORPORA = [60, 240]  # of each kind: single files, and blends of two to four
 SEEDS = st.integers(0, 2**31 - 1)
 LENGTHS = st.sampled_from([3, 12, 60]).flatmap(lambda longest: st.lists(st.integers(0, longest), max_size=40))
 
@@ -26,15 +27,19 @@ def same_samples(ours, theirs, count):
         assert ours[index].tokens.tolist() == tokens_of(theirs[index]), index
 
 
-@given(LENGTHS, st.sampled_from(["1,0,0", "8,1,1", ".5,.5"]), st.integers(1, 12), st.integers(1, 200), SEEDS)
-@settings(max_examples=CORPORA, deadline=None)
-def test_samples_of_random_corpora(tmp_path_factory, lengths, split, length, wanted, seed):
-    if split != "1,0,0":  # megatron-core never returns where a part has no tokens
-        lengths = [most + 1 for most in (*lengths, *[7] * 12)]
-    prefix = corpus(tmp_path_factory.mktemp("corpus") / "a", lengths)
-    theirs = megatron_splits([wanted, 0, 0], length, seed, ([str(prefix)], None), split)[0]
-    spec = prepared_spec(length, seed=seed, train_prefix=str(prefix), split=split, num_samples=wanted)
-    same_samples(build_train_dataset(spec), theirs, 200)
+@pytest.mark.parametrize("corpora", slow_but(CORPORA, CORPORA[0], every=()))
+def test_samples_of_random_corpora(tmp_path_factory, corpora):
+    @settings(max_examples=corpora, deadline=None)
+    @given(LENGTHS, st.sampled_from(["1,0,0", "8,1,1", ".5,.5"]), st.integers(1, 12), st.integers(1, 200), SEEDS)
+    def compare(lengths, split, length, wanted, seed):
+        if split != "1,0,0":  # megatron-core never returns where a part has no tokens
+            lengths = [most + 1 for most in (*lengths, *[7] * 12)]
+        prefix = corpus(tmp_path_factory.mktemp("corpus") / "a", lengths)
+        theirs = megatron_splits([wanted, 0, 0], length, seed, ([str(prefix)], None), split)[0]
+        spec = prepared_spec(length, seed=seed, train_prefix=str(prefix), split=split, num_samples=wanted)
+        same_samples(build_train_dataset(spec), theirs, 200)
+
+    compare()
 
 
 # Of equal weights and of sums that float64 rounds, sources often lag equally far behind.
@@ -45,19 +50,22 @@ WEIGHTS = st.one_of(
 )
 
 
-@given(WEIGHTS, st.data(), st.integers(1, 9), st.integers(20, 400), SEEDS)
-@settings(max_examples=CORPORA, deadline=None)
-@pytest.mark.slow
-def test_blends_of_random_corpora(tmp_path_factory, weights, data, length, wanted, seed):
-    folder = tmp_path_factory.mktemp("corpora")
-    count = data.draw(st.integers(2, 4)) if weights is None else len(weights)
-    prefixes = [str(corpus(folder / str(number), data.draw(LENGTHS))) for number in range(count)]
-    blend = (prefixes, weights)
-    theirs = megatron_splits([wanted, 0, 0], length, seed, per_split=[blend, None, None])[0]
-    given = [None] * count if weights is None else weights
-    entries = [prefix if w is None else f"{w!r} {prefix}" for w, prefix in zip(given, prefixes, strict=True)]
-    spec = prepared_spec(length, seed=seed, blend=tuple(entries), num_samples=wanted)
-    same_samples(build_train_dataset(spec), theirs, 400)
+@pytest.mark.parametrize("corpora", slow_but(CORPORA, every=CORPORA[:1]))
+def test_blends_of_random_corpora(tmp_path_factory, corpora):
+    @settings(max_examples=corpora, deadline=None)
+    @given(WEIGHTS, st.data(), st.integers(1, 9), st.integers(20, 400), SEEDS)
+    def compare(weights, data, length, wanted, seed):
+        folder = tmp_path_factory.mktemp("corpora")
+        count = data.draw(st.integers(2, 4)) if weights is None else len(weights)
+        prefixes = [str(corpus(folder / str(number), data.draw(LENGTHS))) for number in range(count)]
+        blend = (prefixes, weights)
+        theirs = megatron_splits([wanted, 0, 0], length, seed, per_split=[blend, None, None])[0]
+        weighed = [None] * count if weights is None else weights
+        entries = [prefix if w is None else f"{w!r} {prefix}" for w, prefix in zip(weighed, prefixes, strict=True)]
+        spec = prepared_spec(length, seed=seed, blend=tuple(entries), num_samples=wanted)
+        same_samples(build_train_dataset(spec), theirs, 400)
+
+    compare()
 
 
 def test_a_split_blend(tmp_path):

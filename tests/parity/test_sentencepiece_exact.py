@@ -87,8 +87,8 @@ def test_ids_are_the_librarys(tmp_path, kind, options):
     assert wrong == []
 
 
-@pytest.mark.slow  # a quarter of a million each
-@pytest.mark.parametrize("name", ["nmt_nfkc", "nfkc_cf"])
+# A quarter of a million each.
+@pytest.mark.parametrize("name", slow_but(["nmt_nfkc", "nfkc_cf"], every=["nmt_nfkc"]))
 def test_every_replacement_of_a_character_map_is_the_librarys(tmp_path, name):
     path = trained(tmp_path, model_type="bpe", normalization_rule_name=name, **BYTES)
     theirs, ours = library.SentencePieceProcessor(model_file=str(path)), load_tokenizer(path)

@@ -23,7 +23,8 @@ def float8_spec(layout: dict[str, Any], recipe: str, **values: Any) -> Any:
     sizes = {f"parallel__{key}": value for key, value in layout.items()}
     precision = {"precision__compute_dtype": "fp8", "precision__emulate": True, "precision__fp8": {"recipe": recipe}}
     width = {"model__hidden_size": 32, "model__ffn_hidden_size": 64, "model__num_attention_heads": 4}
-    heads = {"model__head_dim": 8, "model__num_layers": 4, "batch__micro_batch_size": 1, "parallel__dp": 1}
+    heads = {"model__head_dim": 8, "model__num_layers": 4, "parallel__dp": 1}
+    heads |= {"batch__micro_batch_size": 1, "batch__global_batch_size": 4}
     return small_spec(**{**precision, **width, **heads, **sizes, **values})
 
 

@@ -24,14 +24,14 @@ def slow_but(
     return [case if case in quick else _marked(case, is_released=case not in daily) for case in listed]
 
 
-def covering(cases: Iterable[Any], traits: Callable[[Any], set[Any]]) -> list[Any]:
-    """Return cases that between them have every trait that any case has; those with the most traits come first."""
-    seen: set[Any] = set()
-    chosen = []
-    for case in sorted(cases, key=lambda case: -len(traits(case))):
-        if not traits(case) <= seen:
-            chosen.append(case)
-            seen |= traits(case)
+def covering(cases: Iterable[Any], traits: Callable[[Any], set[Any]], besides: Iterable[Any] = ()) -> list[Any]:
+    """Return few cases that with those of `besides` have every trait that any case has: the most new traits first."""
+    left, chosen = list(cases), []
+    missing = set().union(*map(traits, left)).difference(*map(traits, besides))
+    while missing:
+        best = max(left, key=lambda case: len(traits(case) & missing))
+        chosen.append(best)
+        missing -= traits(best)
     return chosen
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked_ranks import RanksFailed
 from looped_run import Rank, events, metrics, run_loop, ten_steps
+from slow_cases import slow_but
 
 from megalaunch.data.errors import DataError
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
@@ -110,7 +111,9 @@ def test_old_ones_are_removed_by_the_same_rules(spec, tmp_path):
     assert set(saved(tmp_path)) == {4, 8, 10}
 
 
-@pytest.mark.parametrize(("failing", "noticed"), [(6, range(6, 10)), pytest.param(9, (10,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("failing", "noticed"), [(6, range(6, 10)), pytest.param(9, (10,), marks=(pytest.mark.slow, pytest.mark.release))]
+)
 def test_a_failure_of_one_rank_ends_all_alike_and_keeps_what_there_was(
     spec, tmp_path, before_writing, failing, noticed
 ):
@@ -167,8 +170,7 @@ def test_such_an_end_tells_of_a_save_that_failed(spec, tmp_path, before_writing)
     assert "step_00000003: a file exceeds the limit on file sizes" in note["message"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", slow_but([0, 1], every=[0]))
 def test_kill_of_a_rank_in_the_middle(spec, tmp_path, before_writing, monkeypatch, victim):
     run_loop(spec, tmp_path / "whole")
 

@@ -98,7 +98,7 @@ def require_same_texts(found: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("layout", slow_but(["tp2sp", "pp2", "cp2"], "pp2"))
+@pytest.mark.parametrize("layout", slow_but(["tp2sp", "pp2", "cp2"], "pp2", every=["tp2sp"]))
 def test_texts_of_a_layout(run: RunDirectory, layout: str):
     arguments = (*PROMPTS, "--num-samples", 2, "--max-new-tokens", 9, "--logprobs", 2)
     for more in (("--temperature", 0), ("--seed", 4, "--stop", "t", "--top-k", 40)):
@@ -109,7 +109,7 @@ def test_texts_of_a_layout(run: RunDirectory, layout: str):
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("layout", slow_but(["tp2", "pp2", "cp2", "zero3dp2"], "zero3dp2"))
+@pytest.mark.parametrize("layout", slow_but(["tp2", "pp2", "cp2", "zero3dp2"], "zero3dp2", every=["cp2"]))
 def test_loss_of_a_layout(run: RunDirectory, tmp_path: Path, layout: str):
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = (
@@ -139,6 +139,7 @@ LATENT = {
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.slow
+@pytest.mark.release  # test_latent_cache.py and the other layouts hold its parts
 def test_texts_of_latent_attention_on_several_ranks(tmp_path: Path):
     moe = {"num_experts": 4, "top_k": 2, "first_k_dense_replace": 1, "shared_ffn_hidden_size": 16}
     run = make_run(tmp_path / "run", steps=(10,), **LATENT, moe=moe, mtp={"num_layers": 1})
@@ -284,8 +285,9 @@ def test_workers_that_the_launcher_starts(run: RunDirectory, tmp_path: Path):
     assert json.loads(done.stdout)["loss"] == pytest.approx(expected["loss"], abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "code"), [("interrupt", 130), ("kill a worker", 5)])
+@pytest.mark.parametrize(
+    ("what", "code"), slow_but([("interrupt", 130), ("kill a worker", 5)], every=[("kill a worker", 5)])
+)
 def test_an_end_before_the_text_is_written(run: RunDirectory, tmp_path: Path, what: str, code: int):
     many = ("--num-samples", 10_000, "--batch-size", 1)  # one text may end by itself, so many one after the other
     with _Started(run, tmp_path, "tp2", *many) as started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import hold_to_one_process, small_spec
-from slow_cases import rotating, slow_but
+from slow_cases import slow_but
 
 SGD = {"optimizer__name": "sgd", "optimizer__lr": 0.3, "optimizer__momentum": 0.9}
 OPTIMIZERS = {
@@ -38,7 +38,8 @@ DAILY = [
     ("muon", "tp2"),
     ("nesterov", "tp2"),
     ("no momentum", "dp2 zero3"),
-    *rotating(("sgd", "lion", "muon"), LAYOUTS, 4),
+    ("lion", "cp2"),
+    ("muon", "ep2"),
 ]
 
 
@@ -49,8 +50,7 @@ def test_updates_equal_one_process(name, layout):
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS[name], **LAYOUTS[layout]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", list(SHARDED_TWICE))
+@pytest.mark.parametrize("layout", slow_but(SHARDED_TWICE, every=["tp2 zero3"]))
 def test_muon_under_two_kinds_of_sharding(layout):
     zero3 = {"parallel__data_sharding": "optim_grads_params", **SHARDED_TWICE[layout]}
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **OPTIMIZERS["muon"], **zero3))

@@ -111,7 +111,8 @@ SIZES = ("model.num_layers=8", "batch.sequence_length=512", "batch.micro_batch_s
 
 
 @pytest.mark.parametrize(
-    ("layout", "offloaded"), slow_but([("dp2", 4), ("tp2", 5), ("dp2", 7), ("pp2", 2), ("pp2vpp2", 1)], ("pp2", 2))
+    ("layout", "offloaded"),
+    slow_but([("dp2", 4), ("tp2", 5), ("dp2", 7), ("pp2", 2), ("pp2vpp2", 1)], ("dp2", 4), every=[("pp2", 2)]),
 )
 def test_the_planner_knows_what_is_left(layout, offloaded):
     overrides = (f"parallel={layout}", f"recompute.cpu_offloading_num_layers={offloaded}")

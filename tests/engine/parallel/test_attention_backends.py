@@ -67,7 +67,12 @@ QUICK = [
     ("math", "cp2 a2a, documents"),
     ("te", "cp2 ring"),
 ]
-SLOW = [("flash_attn", "tp2 sp, soft caps, documents"), ("te", "cp2 allgather, documents, windows")]
+SLOW = [
+    ("flex", "tp2 sp, soft caps"),
+    ("flash_attn", "tp2 sp, soft caps, documents"),
+    ("varlen", "tp2 sp, documents, recompute"),
+    ("te", "cp2 allgather, documents, windows"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +83,7 @@ def packages(monkeypatch):
     forget_packages()
 
 
-@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, slow=SLOW, one_in=3))
+@pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, every=SLOW))
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     case = CASES[backend, layout]
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
@@ -91,6 +96,7 @@ def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.release  # test_compile.py compiles the same layers by the default backend
 def test_compiled_layers():
     small = {"parallel__dp": 1, "model__num_layers": 1, "train__compile": True}
     hold_to_one_process(small_spec(**small, model__attention_backend="math"), timeout=240)

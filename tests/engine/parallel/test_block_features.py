@@ -100,7 +100,7 @@ def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **val
 # Quick: two families under sharded weights, and two of most parts under a pipeline and a ring. Daily: all so sharded.
 QUICK = [("gpt", "tp2 sp zero3"), ("qwen3", "tp2 sp zero3"), ("gemma", "pp3"), ("gpt_oss", "cp2 ring")]
 
-DAILY = {*QUICK, *product(FEATURES, ["tp2 sp zero3"]), *rotating(FEATURES, LAYOUTS, 5)}
+DAILY = {*QUICK, *product(FEATURES, ["tp2 sp zero3"]), *rotating(FEATURES, LAYOUTS, len(FEATURES))}
 
 
 @pytest.mark.parametrize(("name", "layout"), slow_but(product(FEATURES, LAYOUTS), *QUICK, every=DAILY))

@@ -35,24 +35,22 @@ def test_two_ranks(exchange):
     _held_to_one_process(1, 2, 1, exchange)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", slow_but(EXCHANGES, every=["p2p", "a2a"]))
 def test_more_ranks_than_key_value_heads(exchange):
     _held_to_one_process(1, 4, 1, exchange, **EIGHT_HEADS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("sharding", slow_but(["no_shard", "optim_grads_params"], every=["optim_grads_params"]))
 def test_with_data_parallelism(sharding):
     _held_to_one_process(2, 2, 1, "allgather", parallel__data_sharding=sharding)
 
 
-@pytest.mark.parametrize("exchange", slow_but(EXCHANGES, "a2a"))
+@pytest.mark.parametrize("exchange", slow_but(EXCHANGES, "a2a", every=["p2p"]))
 def test_with_tensor_and_sequence_parallelism(exchange):
     _held_to_one_process(1, 2, 2, exchange, parallel__sequence_parallel=True, **EIGHT_HEADS)
 
 
-@pytest.mark.parametrize("packed", slow_but([False, True], True))
+@pytest.mark.parametrize("packed", slow_but([False, True], True, every=()))
 def test_two_levels(packed):
     _held_to_one_process(
         1,
@@ -66,6 +64,7 @@ def test_two_levels(packed):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_two_levels_of_unlike_size_with_tensor_parallelism():
     _held_to_one_process(
         1, 4, 2, ["a2a+p2p", "p2p", "a2a+p2p"], parallel__hierarchical_context_parallel_sizes=(4, 1), **EIGHT_HEADS

@@ -48,7 +48,7 @@ def _spec(layout: dict[str, Any], **values: Any) -> Any:
     return small_spec(**few_samples({"parallel__dp": 1, **DROPOUT, **sizes, **values}))
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", slow=["cp2 ring", "pp2"], one_in=2))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2 sp", every=["cp2 ring", "cp2 a2a", "pp2", "tp2"]))
 def test_every_gradient_is_that_of_one_process(layout):
     hold_to_one_process(_spec(LAYOUTS[layout]))
 
@@ -59,7 +59,7 @@ def test_every_gradient_is_that_of_one_process(layout):
         pytest.param("dp2", "full", marks=pytest.mark.slow),
         ("cp2 ring", "parts"),
         pytest.param("tp2 sp", "full", marks=pytest.mark.slow),
-        pytest.param("tp2 pp2 dp2", "parts", marks=pytest.mark.slow),
+        pytest.param("tp2 pp2 dp2", "parts", marks=(pytest.mark.slow, pytest.mark.release)),
     ],
 )
 def test_a_recomputed_pass_draws_the_same(layout, again):

@@ -56,15 +56,21 @@ def test_two_ranks(monkeypatch, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.release  # the last test computes attention on as many
 def test_four_ranks(monkeypatch):
     _held_to_one_process(monkeypatch, 4, parallel__cp=4, batch__micro_batch_size=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
-    [{"recompute__granularity": "full"}, {"recompute__granularity": "selective", "recompute__modules": ["attention"]}],
-    ids=["full", "attention"],
+    [
+        pytest.param({"recompute__granularity": "full"}, id="full", marks=(pytest.mark.slow, pytest.mark.release)),
+        pytest.param(
+            {"recompute__granularity": "selective", "recompute__modules": ["attention"]},
+            id="attention",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_recompute(monkeypatch, recompute):
     _held_to_one_process(monkeypatch, 4, parallel__cp=4, batch__micro_batch_size=2, **recompute)
@@ -75,15 +81,13 @@ def test_with_tensor_and_sequence_parallelism(monkeypatch):
     _held_to_one_process(monkeypatch, 4, parallel__tp=2, parallel__sequence_parallel=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("sharding", slow_but(["optim", "optim_grads_params"], every=["optim_grads_params"]))
 def test_with_data_parallelism(monkeypatch, sharding):
     more = {"parallel__data_sharding": sharding, "batch__micro_batch_size": 1}
     _held_to_one_process(monkeypatch, 4, parallel__dp=2, **more)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", slow_but(["1f1b", "zbv"], every=["zbv"]))
 def test_with_stages(monkeypatch, schedule):
     stages = {"parallel__pp": 2, "parallel__schedule": schedule, "parallel__vpp": 2 if schedule == "zbv" else None}
     _held_to_one_process(monkeypatch, 4, **stages)

@@ -15,6 +15,7 @@ from megalaunch.engine.model.moe.dispatcher import Exchange
 from megalaunch.engine.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher
 
 slow = pytest.mark.slow
+RELEASE = (pytest.mark.slow, pytest.mark.release)
 
 
 @dataclass
@@ -69,11 +70,16 @@ PIPELINE = {**EP2, "parallel__pp": 2, "model__num_layers": 4, "batch__micro_batc
     [
         pytest.param(SHARED, EP2, id="shared"),
         pytest.param(SHARED, {**EP2, "recompute__granularity": "full"}, id="recomputed", marks=slow),
-        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "1f1b"}, id="1f1b", marks=slow),
+        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "1f1b"}, id="1f1b", marks=RELEASE),
         pytest.param(
             MOE, {**PIPELINE, "parallel__schedule": "zero_bubble", "parallel__vpp": 2}, id="zero bubble", marks=slow
         ),
-        pytest.param(MOE, {**PIPELINE, "parallel__schedule": "zbv", "parallel__vpp": 2}, id="zbv", marks=slow),
+        pytest.param(
+            MOE,
+            {**PIPELINE, "parallel__schedule": "zbv", "parallel__vpp": 2},
+            id="zbv",
+            marks=RELEASE,
+        ),
     ],
 )
 def test_halves_equal_one_process(moe, layout):

@@ -20,7 +20,7 @@ import torch
 from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, float8_spec, run, train
 from forked_ranks import run_ranks
 from resumed_run import Run, loaded, saved_and_gone_on
-from slow_cases import rotating, slow_but
+from slow_cases import slow_but
 
 from megalaunch.engine.parallel import compile as compiling
 from megalaunch.engine.parallel.float8 import float8_states
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 RECIPES = ("tensorwise", "delayed", "rowwise")
-DAILY = {*product(RECIPES[:2], ["tp2 sp", "pp2 zero bubble"]), *rotating(RECIPES[:2], LAYOUTS, 4)}  # rowwise: below
+DAILY = {("tensorwise", "tp2 sp"), ("delayed", "dp2 zero3")}  # delayed under tp2, and rowwise: below
 
 
 @cache
@@ -67,7 +67,7 @@ def depths_alone(dtype: str) -> Any:
     return run(float8_spec({}, "delayed", **DEPTHS, precision__compute_dtype=dtype))
 
 
-@pytest.mark.parametrize("layout", slow_but(["tp2 sp", "pp2 zero bubble", "dp2 zero3"], "tp2 sp", one_in=2))
+@pytest.mark.parametrize("layout", slow_but(["tp2 sp", "pp2 zero bubble", "dp2 zero3"], "tp2 sp", every=()))
 def test_layouts_agree_with_depths_of_multi_token_prediction(layout):
     assert_close(run(float8_spec(LAYOUTS[layout], "delayed", **DEPTHS)), depths_alone("fp8"))
 
@@ -128,6 +128,7 @@ def test_layouts_agree_in_other_formats_of_gradients(setting, one_rank_of, monke
 
 
 @pytest.mark.slow
+@pytest.mark.release  # test_compile.py and test_float8_matmuls.py hold its parts
 def test_a_compiled_decoder_has_the_numbers_of_an_eager_one(one_rank_of, monkeypatch):
     monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
@@ -187,10 +188,9 @@ def test_delayed_scales_beside_layers_in_bf16(tmp_path):
     histories = [name for name in read_tensor_index(checkpoint) if name.startswith("fp8.")]
     assert {name.split(".")[2] for name in histories} == {"2"}
     assert len(histories) == 7
-    for layout in ("tp2 sp", "pp2"):
-        ranks = run_ranks(2, _resumed, float8_spec(FINE_LAYOUTS[layout], "delayed", **ends), checkpoint)
-        found = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
-        assert_close(replace(ranks[0], gradients=found), through)
+    ranks = run_ranks(2, _resumed, float8_spec(FINE_LAYOUTS["pp2"], "delayed", **ends), checkpoint)
+    found = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
+    assert_close(replace(ranks[0], gradients=found), through)
 
 
 def _amaxes(spec: Any) -> dict[str, torch.Tensor]:

@@ -32,8 +32,8 @@ CASES = [
 QUICK = (("tensorwise", "ep2 over tp2"), ("rowwise", "tp2 without ep"))
 DAILY = [
     *QUICK,
-    *(("tensorwise", "etp2 over tp2"), ("delayed", "ep2 over tp2"), ("rowwise", "etp2 over tp2")),
-    *rotating(("tensorwise", "delayed", "rowwise"), LAYOUTS, 6),
+    *(("delayed", "etp2 over tp2"), ("rowwise", "etp2 over tp2")),
+    *(("delayed", "pp2"), ("tensorwise", "ep2 over cp2"), ("rowwise", "dp2 zero3")),
     *rotating(("blockwise", "mxfp8"), BLOCKS_OF_ONE_PROCESS, 4),
 ]
 

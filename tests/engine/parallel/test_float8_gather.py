@@ -36,7 +36,7 @@ def trained(layout: str, recipe: str, param_gather: bool) -> Any:
     return joined_stages(run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True))
 
 
-CROSSED = {pair for pair in rotating(RECIPES, LAYOUTS, 3) if pair[1] != "dp4 ep2 etp2"}  # half a minute alone
+CROSSED = {pair for pair in rotating(RECIPES, LAYOUTS, 4) if pair[1] != "dp4 ep2 etp2"}  # half a minute alone
 DAILY = [("tensorwise", "dp3 zero3 of experts"), *CROSSED]
 
 

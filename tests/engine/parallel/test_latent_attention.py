@@ -65,6 +65,9 @@ def _spec(**values: Any) -> Any:
     return small_spec(**few_samples({**shape, **values}))
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "tp2 up projections recomputed", slow=["cp2 ring, packed"], one_in=2))
+DAILY = ("zbv", "cp2 ring, packed", "cp2 a2a, packed", "tp2 dropping", "tp2 rings", "offloaded")
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, "tp2 up projections recomputed", every=DAILY))
 def test_every_gradient_is_that_of_one_process(name):
     hold_to_one_process(_spec(**CASES[name]), prepare=shake)

@@ -120,16 +120,17 @@ SHARDED = [
     for axes in ({"parallel__dp": 2}, {"parallel__dp": 4, "parallel__dp_replicate": 2})
     for schedule in ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 ]
-DAILY_SHARDED = (SHARDED[0], SHARDED[17], *SHARDED[2::4])  # [17]: parameters with dualpipev
+# Overlapped, and not: the first of the second kind are gradients with 1f1b, parameters with dualpipev.
+ACCUMULATED = [(overlapped, *each) for overlapped in (True, False) for each in SHARDED]
+DAILY_ACCUMULATED = [*((True, *each) for each in SHARDED[2::8]), (False, *SHARDED[0]), (False, *SHARDED[17])]
 NOT_OVERLAPPED = {"parallel__overlap_grad_reduce": False, "parallel__overlap_param_gather": False}
 
 
 @pytest.mark.parametrize(
-    ("sharding", "schedule"),
-    slow_but(SHARDED, SHARDED[0], every=DAILY_SHARDED),
+    ("overlapped", "sharding", "schedule"),
+    slow_but(ACCUMULATED, ACCUMULATED[0], every=DAILY_ACCUMULATED),
     ids=str,
 )
-@pytest.mark.parametrize("overlapped", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_and_parameters_sharded_in_each_microbatch(sharding, schedule, overlapped):
     """Four microbatches a rank, all in flight at once where the schedule has it so."""
     _held_to_one_process(
@@ -145,6 +146,7 @@ def test_gradients_and_parameters_sharded_in_each_microbatch(sharding, schedule,
 
 
 @pytest.mark.slow
+@pytest.mark.release  # test_crossed_layouts.py has the three of an awkward model
 def test_three_axes():
     _held_to_one_process(
         parallel__pp=2, parallel__tp=2, parallel__dp=2, parallel__sequence_parallel=True,

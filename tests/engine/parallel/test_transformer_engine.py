@@ -50,7 +50,7 @@ def expected() -> Any:
     return joined_stages(run_ranks(1, train, spec, True, shake))
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one rank", "pp2 1f1b"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one rank", "pp2 1f1b", every=["cp2", "dp2 zero3"]))
 def test_layouts_have_the_numbers_of_one_process(layout, expected):
     found = run_by_library(te_spec(LAYOUTS[layout]))
     assert_same(found.numbers, expected)
@@ -85,9 +85,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "form", slow_but(FORMS, "key and value heads that ranks share", slow=["biases", "blocks recomputed"], one_in=3)
-)
+@pytest.mark.parametrize("form", slow_but(FORMS, "key and value heads that ranks share", every=["blocks recomputed"]))
 def test_forms_of_a_layer_have_the_numbers_of_the_native_ones(form):
     layout, values = FORMS[form]
     native = float8_spec(layout, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", **values})

@@ -56,7 +56,7 @@ def _work(spec: RunSpec) -> Counter[str]:
 @pytest.mark.parametrize(
     "tensor",
     [
-        pytest.param({"parallel__tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"parallel__tp": 2}, marks=(pytest.mark.slow, pytest.mark.release)),
         pytest.param({"parallel__tp": 2, "parallel__sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param(
             {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},

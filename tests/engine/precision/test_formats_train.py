@@ -89,14 +89,14 @@ def train(spec: RunSpec) -> list[float]:
     return losses
 
 
-QUICK = (("fp8", "tp2"), ("mxfp8", "zero3"))
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.slow, *([] if case in QUICK else [pytest.mark.release])])
-    for case in product(FORMATS, LAYOUTS)
+# Each format and each layout; the other pairs before a release.
+DAILY = [
+    *(("fp16", "pp2"), ("fp8", "tp2"), ("fp8_delayed", "pp2")),
+    *(("fp8_rowwise", "cp2"), ("fp8_blockwise", "tp2"), ("mxfp8", "zero3")),
 ]
 
 
-@pytest.mark.parametrize(("format", "layout"), CASES)
+@pytest.mark.parametrize(("format", "layout"), slow_but(product(FORMATS, LAYOUTS), every=DAILY))
 def test_every_format_and_layout_trains_as_bf16_does(format, layout, data, bf16):
     found = loss_of(data, f"precision={format}", *FORMATS[format], *LAYOUTS[layout])
     print(f"{format} {layout}: {found:.4f}, bf16: {bf16:.4f}")  # the table of docs/precision.md
@@ -115,8 +115,8 @@ def stand_ins(monkeypatch):
     forget_packages()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+# tests/engine/model/test_attention_backends.py compares every backend, call by call.
+@pytest.mark.parametrize("backend", slow_but(BACKENDS, every=["flex", "te"]))
 def test_every_attention_backend_trains_as_auto_does(backend, data, bf16, stand_ins):
     found = loss_of(data, "precision=bf16", "parallel=dp1", f"model.attention_backend={backend}")
     print(f"{backend}: {found:.4f}, auto: {bf16:.4f}")

@@ -165,7 +165,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 HELD_BY_OTHERS = {
     *("zero0", "zero2", "tp4", "cp2 p2p", "pp3 gpipe", "tp2 sp", "cp2 a2a", "cp2 allgather", "ep2 allgather"),
-    "overlaps off",
+    *("overlaps off", "hsdp", "zero1 of many microbatches", "pp3 1f1b of many microbatches", "dp2 pp2 tp2 sp"),
 }
 """Their collectives are among those of a larger layout, or of a like one."""
 

@@ -5,6 +5,7 @@ Shapes are small, but so large that what the model leaves out (counters, masks, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -313,14 +314,21 @@ CASES += [
 ]
 
 
+OF_EACH_VALUE = ("model.attention_backend", "recompute", "parallel.schedule", "optimizer")
+
+
 def _traits(case: Case) -> set[object]:
-    return {case.layout, case.moment, case.shape, (case.platform, case.precision), *case.overrides}
+    """Its axes, and the keys of its overrides, of a few keys with the value."""
+    axes = re.findall(r"zero\d|[a-z]+", case.layout)
+    keys = [(key if (key := one.split("=")[0]) not in OF_EACH_VALUE else one) for one in case.overrides]
+    return {*axes, *keys, case.moment, case.shape, case.platform, case.precision}
 
 
 # One of each moment on GPUs, one on processors, and one of experts.
 MOMENTS = {case.moment: case for case in ONE_EACH.values() if case.platform == "h100" and MATH not in case.overrides}
 QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST]
-CASES_OF_ALL = slow_but(CASES, *QUICK, slow=[*ONE_EACH.values(), BLOCKWISE], every=covering(CASES, _traits))
+DAILY = [*ONE_EACH.values(), BLOCKWISE]
+CASES_OF_ALL = slow_but(CASES, *QUICK, slow=DAILY, every=covering(CASES, _traits, besides=[*QUICK, *DAILY]))
 
 
 @pytest.mark.parametrize("case", CASES_OF_ALL, ids=lambda case: case.name)

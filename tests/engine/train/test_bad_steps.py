@@ -78,7 +78,8 @@ def test_a_spike_ends_the_run_by_default(spec, tmp_path):
     assert not RunDirectory(tmp_path).bad_steps.exists()
 
 
-@pytest.mark.slow  # the rewind below leaves out a batch, too
+@pytest.mark.slow
+@pytest.mark.release  # the rewind below leaves out a batch, too
 def test_a_skipped_spike_is_a_batch_left_out(spec, tmp_path):
     named = done(spec, tmp_path / "named", train__iterations_to_skip=(BAD,), train__check_for_spiky_loss=False)
     found = done(spec, tmp_path / "found", train__bad_step_action="skip")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from looped_run import events, metrics, run_loop, ten_steps
+from slow_cases import slow_but
 
 from megalaunch.engine.train.early_stopping import EarlyStoppingState, count_validation, is_stopped
 from megalaunch.engine.train.progress import TrainProgress
@@ -88,8 +89,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.slow
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, every=[LAYOUTS[1]]))
 def test_the_same_step_under_other_layouts(spec, tmp_path, layout):
     end = run_loop(with_values(spec, {**layout, "batch.micro_batch_size": 1}), tmp_path)
     assert end.reason.startswith("stopped early after step 9 of 10")

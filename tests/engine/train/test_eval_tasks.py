@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness_tasks import write_tasks
 from looped_run import run_loop, ten_steps
+from slow_cases import slow_but
 
 from megalaunch.data.tokenizer.tokenizer import train_tokenizer
 from megalaunch.rundir.jsonl import read_lines
@@ -60,7 +61,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])])
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[0], every=[LAYOUTS[2]]))
 def test_the_scores_are_those_of_the_checkpoint_and_training_stays_the_same(spec, tmp_path, layout):
     from megalaunch.engine.inference.load_model import open_model
     from megalaunch.engine.lm_eval_adapter import task_scores as scores_of_checkpoint
@@ -91,6 +92,7 @@ def test_of_tasks_in_a_folder_only_the_folder_is_read(spec):
 
 
 @pytest.mark.slow
+@pytest.mark.release  # tests/parity/test_harness.py refuses it by name
 def test_an_unknown_task_ends_the_run_before_its_first_step(spec, tmp_path):
     end = run_loop(with_values(spec, {"train.eval_tasks.names": ("no_such_task",)}), tmp_path, timeout=300)
     assert (end.exit_code, end.step) == (ExitCode.CONFIGURATION, 0)

@@ -86,7 +86,9 @@ def test_small_gradients_need_the_scale():
     assert max(scaled.values()) < ROUNDING < max(unscaled.values())
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one process", "zero3", slow=["tp2 sp", "pp3"], one_in=2))
+@pytest.mark.parametrize(
+    "layout", slow_but(LAYOUTS, "one process", "zero3", every=["tp2 sp", "cp2", "pp3 zero bubble"])
+)
 def test_every_layout_trains_in_fp16_as_in_bf16(layout):
     fp16, bf16 = (_numbers(compute, **LAYOUTS[layout]) for compute in ("fp16", "bf16"))
     np.testing.assert_allclose(fp16.losses, bf16.losses, rtol=1e-3)

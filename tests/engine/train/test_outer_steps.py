@@ -125,7 +125,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
     assert max(differences.values()) <= 1e-5, differences
 
 
-@pytest.mark.parametrize("layout", [ZERO0, pytest.param({"dp": 4, "dp_replicate": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", slow_but([ZERO0, {"dp": 4, "dp_replicate": 2}], ZERO0, every=()))
 def test_averaging_after_every_step_of_sgd_is_data_parallelism(layout):
     """The mean of the replicas' updates is then the update by the mean gradient."""
     plain = {"optimizer__name": "sgd", "optimizer__clip_grad": 0.0, "batch__micro_batch_size": 1, **PACKED}
@@ -150,7 +150,7 @@ LAYOUTS = {
     "hsdp2 zero3": {"dp": 4, "dp_replicate": 2, "data_sharding": "optim_grads_params"},
 }
 
-DAILY = LAYOUTS.keys() - {"zero0 of four", "hsdp2 zero1", "hsdp2 zero2"}
+DAILY = ["tp2 sp", "pp2", "hsdp2 zero2 muon"]
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero0", every=DAILY))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from forked_ranks import RanksFailed
 from looped_run import Rank, events, metrics, run_loop, ten_steps
+from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.load_tensors import read_tensors
 from megalaunch.engine.dtensor import to_local_no_grad
@@ -40,7 +41,7 @@ def stop_in_step(number):
     return spoil
 
 
-@pytest.mark.parametrize("layout", [{}, pytest.param(FOUR_RANKS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", slow_but([{}, FOUR_RANKS], {}, every=()))
 def test_a_stopped_run_goes_on_exactly_within_a_round_and_after_one(tmp_path, layout):
     spec = with_values(ten_steps(tmp_path), EVERY_3 | layout)
     assert int(run_loop(spec, tmp_path / "whole").exit_code) == 0

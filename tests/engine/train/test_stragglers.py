@@ -13,6 +13,7 @@ from megalaunch.engine.train.stragglers import find_slow_ranks, time_matmuls
 from megalaunch.schema import with_values
 
 EVERY_STEP = {"train.straggler_interval": 1, "train.straggler_threshold": 0.5}
+THREE_STEPS = {"train.steps": 3}  # so many checks name a rank
 DP3 = {
     "parallel.dp": 3,
     "cluster.devices_per_node": 3,
@@ -61,6 +62,7 @@ def test_a_slow_device_is_named_after_three_checks_and_again_after_a_recovery(tm
     assert place.startswith("rank 1 (dp1) on ")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_tokens_is_named(tmp_path):
     def slow_data(rank: Rank) -> None:
         stragglers.time_matmuls = lambda *_, **__: 1.0
@@ -81,7 +83,7 @@ def test_a_host_of_slow_ranks_is_one_place(tmp_path):
         stragglers.median = min  # or two of three slow ranks would be the usual ones
         stragglers.socket.gethostname = lambda: "n1" if rank.rank else "n0"
 
-    spec = with_values(ten_steps(tmp_path), EVERY_STEP | DP3)
+    spec = with_values(ten_steps(tmp_path), EVERY_STEP | DP3 | THREE_STEPS)
     run_loop(spec, tmp_path / "run", slow_host)
     (event,) = events(tmp_path / "run", "straggler")
     assert (event["ranks"], event["places"]) == ([1, 2], ["all 2 ranks on n1"])
@@ -91,4 +93,5 @@ def test_nothing_is_checked_on_cpus_unless_it_is_asked_for(tmp_path):
     def forbidden(rank: Rank) -> None:
         stragglers.time_matmuls = lambda *_, **__: pytest.fail("a probe was timed")
 
-    assert int(run_loop(ten_steps(tmp_path), tmp_path / "run", forbidden).exit_code) == 0
+    spec = with_values(ten_steps(tmp_path), THREE_STEPS)
+    assert int(run_loop(spec, tmp_path / "run", forbidden).exit_code) == 0

@@ -212,6 +212,7 @@ def each_null_or_missing(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # of the text decoder test_published_configs.py tries each key
 def test_no_key_that_is_null_or_missing_is_misread():
     """Each key in turn: transformers and we agree, or one of us refuses the file."""
     config = json.loads(transformers.Gemma3Config.from_dict(MULTIMODAL).to_json_string(use_diff=False))
