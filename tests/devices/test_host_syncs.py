@@ -87,7 +87,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-READS = Counter({("to host", "rank_sync.py:reduce_step_stats"): 1})  # loss, norm, stop signal, loads of experts
+READS = Counter(
+    {
+        ("to host", "rank_sync.py:total_valid_tokens"): 1,  # the number that divides the loss, on a stream of its own
+        ("to host", "rank_sync.py:reduce_step_stats"): 1,  # after the backward pass: loss, norm, stop signal, loads
+    }
+)
 ROW_COUNTS = ("to host", "expert_parallel.py:read_row_counts")
 
 

@@ -151,12 +151,25 @@ def test_a_steady_step_waits_for_the_gpu_only_to_read_its_statistics(values, mon
             step.run(number, batches.get(number, STEPS))
         batch = batches.get(STEPS, STEPS)
         batches.close()
-        monkeypatch.setattr(train_step, "reduce_step_stats", allowed_to_wait(train_step.reduce_step_stats))
+        for name in ("total_valid_tokens", "reduce_step_stats"):
+            monkeypatch.setattr(train_step, name, allowed_to_wait(getattr(train_step, name)))
         torch.cuda.set_sync_debug_mode("error")
         try:
             step.run(STEPS, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_token_counts_do_not_wait_for_the_work_in_progress(monkeypatch):
+    with one_rank(small_spec(**WIDE), monkeypatch) as mesh:
+        train_step.total_valid_tokens([3], None, 0, mesh.device)  # the stream and the communicator are made
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)  # half a second
+        end = torch.cuda.Event()
+        end.record()
+        assert train_step.total_valid_tokens([5, 7], None, 0, mesh.device) == (5, 7)
+        assert not end.query()
 
 
 OF_128 = {  # multiples of the blocks of 128

@@ -1,4 +1,4 @@
-"""Coordination of the ranks on the CPU, over a gloo group: objects of a save or load, and the counts of a step."""
+"""Coordination of the ranks of a save or load: object collectives over a gloo group on the CPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _WRITING = datetime.timedelta(days=1)  # a disk may be slow; a rank that dies is
 def coordination_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks, or None without a process group. Collective on the first call.
 
-    The device's backend would need device memory for objects, which may be nearly full during a save, and the host
-    would wait for the device to read a number.
+    Object collectives over the device's backend would need device memory, which may be nearly full during a save.
     """
     if not dist.is_initialized():
         return None
@@ -33,7 +32,7 @@ def coordination_group() -> dist.ProcessGroup | None:
 
 @lru_cache(maxsize=1)
 def _separate_gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=world_timeout(), group_desc="coordination")
+    group = dist.new_group(backend="gloo", timeout=world_timeout())
     assert isinstance(group, dist.ProcessGroup)
     return group
 

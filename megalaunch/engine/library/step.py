@@ -31,7 +31,7 @@ def count_tokens(batch: StepBatch, mesh: Mesh) -> tuple[int, ...]:
     mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
     if not mesh.is_loss_rank:  # tp ranks and pipeline stages read the same samples
         mine = [0] * len(mine)
-    return total_valid_tokens(mine, batch.problem, 0)
+    return total_valid_tokens(mine, batch.problem, 0, mesh.device)
 
 
 @torch.no_grad()

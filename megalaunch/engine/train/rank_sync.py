@@ -1,8 +1,8 @@
 """Share token counts, losses, norms, stop signals and errors between ranks, in one all-reduce per call.
 
-Token counts are known on the host, and are summed there, while the device still computes. In the other calls the host
-waits for the device once, to read the result; its own numbers are written to the device by kernels: a copy from
-pageable memory would wait for the stream too.
+The host waits for the device once per call, to read the result; for token counts it does not wait for the work that is
+in progress there. Numbers of the host are written to the device by kernels: a copy from pageable memory would wait for
+the stream too.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalaunch.engine.checkpoint.coordination import coordination_group
+from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError, RunEnd
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -51,15 +53,21 @@ class StepReduction:
         return all(math.isfinite(number) for number in (self.loss, *self.mtp_losses))
 
 
-def total_valid_tokens(mine: Sequence[int], problem: RankError | None, step: int) -> tuple[int, ...]:
-    """All-reduce numbers of labels with a loss, on the CPU; raises a RunEnd on every rank if any has a problem.
+def total_valid_tokens(
+    mine: Sequence[int], problem: RankError | None, step: int, device: torch.device
+) -> tuple[int, ...]:
+    """All-reduce numbers of labels with a loss; raises a RunEnd on every rank if any has a problem.
 
-    The device is not waited for: it finishes the update of the step before meanwhile. The problem count is part of the
-    same all-reduce; the reasons are gathered only if it is not 0.
+    The problem count is part of the same all-reduce; the reasons are gathered only if it is not 0.
+
+    The counts are known on the host, so this runs on a stream of its own: the host does not wait for the update of the
+    step before, and the device has the next kernels when that ends. gloo would need no device, but takes 2 (ranks - 1)
+    messages one after another.
     """
-    sums = torch.tensor([*mine, int(problem is not None)])
-    dist.all_reduce(sums, group=coordination_group())
-    *tokens, problems = sums.tolist()
+    with _side_stream(device):
+        sums = _on_device([*mine, int(problem is not None)], torch.int64, device)
+        dist.all_reduce(sums)
+        *tokens, problems = sums.tolist()
     if problems:
         raise_on_all_ranks(problem, step)
     return tuple(tokens)
@@ -109,6 +117,13 @@ def sync_stop_signal(
     if problems:
         raise_on_all_ranks(problem, step)
     return _decode_stop_signal(votes)
+
+
+@cache
+def _side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which the device computes on a stream of its own; one that does nothing on a CPU."""
+    platform = platform_of(device)
+    return platform.make_stream(device) if platform.has_streams else nullcontext()
 
 
 def _on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

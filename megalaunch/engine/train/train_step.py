@@ -1,7 +1,7 @@
 """One optimizer step, in an order that gives the same numbers under every parallel layout.
 
-Count valid tokens (all-reduce on the CPU), forward and backward with gradient accumulation, sum partial gradients,
-reduce loss and squared gradient norm (one all-reduce), check that both are finite, update.
+Count valid tokens (all-reduce), forward and backward with gradient accumulation, sum partial gradients, reduce loss and
+squared gradient norm (one all-reduce), check that both are finite, update.
 
 In fp16 gradients that are not finite skip the update, and so does a norm above `optimizer.skip_step_grad_norm`: on all
 ranks alike, as the norm is that of all ranks. As in Megatron-LM a skipped step advances data, tokens and steps, and the
@@ -246,7 +246,7 @@ class TrainStep:
         mine = [0] * (1 + self._spec.model.mtp.num_layers)
         if self._mesh.is_loss_rank and problem is None:
             mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
-        return total_valid_tokens(mine, problem, step - 1)
+        return total_valid_tokens(mine, problem, step - 1, self._mesh.device)
 
     def _learning_rates(self, update: int) -> tuple[float, float | None]:
         """Return the learning rate of an update, and that of embedding and head if they have one of their own."""
