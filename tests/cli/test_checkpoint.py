@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from local_shards import write_local_shard
 from tiny_run import make_run, tiny_spec
 from typer.testing import CliRunner
 
@@ -34,6 +35,29 @@ def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
+
+
+def test_the_list_has_the_checkpoints_on_this_machine(run: RunDirectory, tmp_path: Path):
+    """This machine has the shards of node 0 and, in memory, the copy of node 1's; one on disk has lost a file."""
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    values = {"checkpoint.memory.path": str(memory), "checkpoint.local.path": str(disk), "cluster.devices_per_node": 1}
+    write_spec(with_values(tiny_spec(), values), run.spec)
+    for rank in (0, 1):
+        write_local_shard(memory, run, rank, 34)
+    (write_local_shard(disk, run, 0, 32) / "shard.safetensors").unlink()
+    lines = call("list", run.root).stdout.splitlines()
+    assert lines[5].endswith(" on this machine")
+    assert [line.split()[:3] for line in lines[7:]] == [
+        ["34", "0", "memory"],
+        ["34", "1", "memory"],
+        ["32", "0", "disk"],
+    ]
+    assert [line.rpartition("B  ")[2] for line in lines[7:9]] == ["complete", "complete"]
+    assert "shard.safetensors: is missing" in lines[9]
+    found = json.loads(call("list", run.root, "--json").stdout)["local"]
+    assert [(row["step"], row["node"], row["tier"], row["complete"]) for row in found] == [
+        (34, 0, "memory", True), (34, 1, "memory", True), (32, 0, "disk", False),
+    ]  # fmt: skip
 
 
 def test_the_list_of_a_run(run: RunDirectory):

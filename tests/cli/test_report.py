@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from local_shards import write_local_shard
 from tiny_run import tiny_spec
 from typer.testing import CliRunner
 
@@ -170,6 +171,15 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path):
     page = Page((run.root / "report.html").read_text())
     assert page.images == []
     assert "new" in page.cells
+
+
+def test_local_checkpoints_on_the_machine_are_listed(tmp_path: Path):
+    run = plain_run(tmp_path / "one", 1, **{"checkpoint.memory.path": str(tmp_path), "cluster.devices_per_node": 1})
+    write_local_shard(tmp_path, run, 1, 14)
+    call(run.root)
+    assert any(
+        cell.startswith("step 14 of node 1 in memory (") for cell in Page((run.root / "report.html").read_text()).cells
+    )
 
 
 def test_the_same_run_gives_the_same_charts(tmp_path: Path):

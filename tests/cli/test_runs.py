@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from local_shards import write_local_shard
 from tiny_run import make_run, tiny_spec
 from typer.testing import CliRunner
 
@@ -18,6 +19,8 @@ from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import with_values
 from megalaunch.schema.spec_file import write_spec
+
+FAILED = Outcome(ExitCode.CRASH, "a worker crashed", 3)
 
 
 def call(*arguments: object):
@@ -148,6 +151,30 @@ def test_cleaning_keeps_the_newest_complete_checkpoint(saved: RunDirectory):
     assert call("clean", saved.root, "--only-newest", "--yes").stdout == "There is nothing to remove.\n"
 
 
+def test_cleaning_removes_local_checkpoints_that_are_no_newer(saved: RunDirectory, tmp_path: Path):
+    """The newest complete checkpoint in the run directory is that of step 30."""
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    values = {"checkpoint.memory.path": str(memory), "checkpoint.local.path": str(disk), "cluster.devices_per_node": 1}
+    write_spec(with_values(tiny_spec(), values), saved.spec)
+    write_local_shard(memory, saved, 0, 32)
+    write_local_shard(disk, saved, 0, 30)
+    size = sum(row["local_size"] for row in json.loads(call("list", saved.root, "--json").stdout))
+    assert size > 0
+    assert any(
+        line.endswith("kB of local checkpoints on this machine")
+        for line in call("list", saved.root).output.splitlines()
+    )
+    call("clean", saved.root, "--yes")
+    assert (len(list(memory.iterdir())), len(list(disk.iterdir()))) == (1, 0)
+    assert "local checkpoints: up to step 32 (--local)" in call("clean", saved.root, "--local", "--yes").stdout
+    assert list(memory.iterdir()) == []
+    write_local_shard(memory, failed := plain_run(tmp_path / "failed", 3, FAILED, **values), 0, 2)
+    assert (
+        call("clean", failed.root, "--failed", "--yes").stdout.splitlines()[-1].startswith("removed: 2 directories, ")
+    )
+    assert list(memory.iterdir()) == []
+
+
 @pytest.mark.parametrize("key", ["checkpoint.load_pretrained", "checkpoint.branch_from"])
 def test_cleaning_keeps_a_checkpoint_from_which_another_run_began(saved: RunDirectory, key: str):
     beginning = str(saved.checkpoint(10))
@@ -185,10 +212,9 @@ def test_a_run_that_starts_before_its_cleaning_is_named(saved: RunDirectory, mon
 
 
 def test_failed_runs_without_a_checkpoint_are_removed_on_request(tmp_path: Path):
-    crash = Outcome(ExitCode.CRASH, "a worker crashed", 3)
-    plain_run(tmp_path / "failed", 3, crash)
+    plain_run(tmp_path / "failed", 3, FAILED)
     plain_run(tmp_path / "stopped", 3, Outcome(ExitCode.INTERRUPTED, "Ctrl-C", 3))
-    write_outcome(make_run(tmp_path / "saved", steps=(2,)).outcome, crash)
+    write_outcome(make_run(tmp_path / "saved", steps=(2,)).outcome, FAILED)
     call("clean", tmp_path, "--yes")
     assert len(states(tmp_path)) == 3
     assert "failed before its first checkpoint" in call("clean", tmp_path, "--failed").stdout

@@ -31,21 +31,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")], as_json: AsJson = False
 ) -> None:
-    """List the checkpoints of a run: step, size, whether it is complete, and why it is retained."""
-    from megalaunch.cli.checkpoint.output import list_lines, list_rows
+    """List the checkpoints of a run: step, size, whether it is complete, and why it is retained.
+
+    Those in the memory and on the disk of this machine follow (checkpoint.memory, checkpoint.local).
+    """
+    from megalaunch.cli.checkpoint.output import list_lines, list_rows, local_lines, local_rows
     from megalaunch.fs import list_temporary_directories
     from megalaunch.rundir.checkpoint.listing import checkpoint_info, checkpoints_by_step, directory_size
+    from megalaunch.runs.catalog.local_checkpoints import local_checkpoints
 
     run = _find_run(run_dir)
     found = [checkpoint_info(path) for path in sorted(checkpoints_by_step(run.checkpoints).values())]
     unfinished = {path.name: directory_size(path) for path in list_temporary_directories(run.checkpoints)}
-    rows = list_rows(found, _read_spec(run.spec))
+    spec = _read_spec(run.spec)
+    rows, local = list_rows(found, spec), local_rows(local_checkpoints(run, spec) if spec is not None else ())
     if as_json:
-        typer.echo(json.dumps({"checkpoints": rows, "unfinished": unfinished}, indent=2))
+        typer.echo(json.dumps({"checkpoints": rows, "unfinished": unfinished, "local": local}, indent=2))
         return
     from megalaunch.launch.directory import run_is_locked
 
     for line in list_lines(run.checkpoints, rows, unfinished, run_is_locked(run)):
+        typer.echo(line)
+    for line in local_lines(local):
         typer.echo(line)
 
 

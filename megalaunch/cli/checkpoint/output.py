@@ -13,6 +13,7 @@ from megalaunch.cli.checkpoint.summary import tensor_group
 from megalaunch.format.numbers import format_bytes
 from megalaunch.format.table import table_lines
 from megalaunch.rundir.checkpoint.listing import CheckpointInfo, retention_reasons
+from megalaunch.runs.catalog.local_checkpoints import LocalCheckpointInfo
 from megalaunch.schema import RunSpec
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -54,6 +55,37 @@ def list_lines(
     for name, size in unfinished.items():
         state = "a save in progress" if locked else "an interrupted save, removed when the run starts again"
         yield f"  {name}, {format_bytes(size)}: {state}"
+
+
+def local_rows(found: Sequence[LocalCheckpointInfo]) -> list[dict[str, Any]]:
+    """Return a row for each node's part of a local checkpoint, as plain JSON."""
+    return [
+        {
+            "step": one.step,
+            "node": one.node,
+            "tier": one.tier,
+            "folder": str(one.folder),
+            "bytes": one.size,
+            "saved": one.saved,
+            "complete": one.problem is None,
+            "problem": one.problem,
+        }
+        for one in found
+    ]
+
+
+def local_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the list of a run's checkpoints in the memory and on the disk of this machine; nothing without any."""
+    if not rows:
+        return
+    total = format_bytes(sum(row["bytes"] for row in rows))
+    yield f"{' and '.join(sorted({row['folder'] for row in rows}))}: {total} on this machine"
+    table = [("step", "node", "tier", "saved", "size", "state")]
+    for row in rows:
+        state = row["problem"] or "complete"
+        size = format_bytes(row["bytes"])
+        table.append((str(row["step"]), str(row["node"]), row["tier"], _date(row["saved"]), size, state))
+    yield from table_lines(table, right=(0, 1, 4))
 
 
 def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> Iterator[str]:

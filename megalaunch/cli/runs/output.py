@@ -42,6 +42,8 @@ def list_lines(folder: Path, summaries: Sequence[RunSummary]) -> Iterator[str]:
     for one in ordered:
         if one.reason:
             yield f"  {_name(one.path, folder)}: {one.reason}"
+        if one.local_size:
+            yield f"  {_name(one.path, folder)}: {format_bytes(one.local_size)} of local checkpoints on this machine"
 
 
 def comparison_lines(paths: Sequence[Path], found: RunComparison) -> Iterator[str]:

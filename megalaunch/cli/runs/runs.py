@@ -79,18 +79,22 @@ def clean(
     failed: Annotated[
         bool, typer.Option("--failed", help="Remove whole runs that failed before their first checkpoint.")
     ] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Remove all checkpoints in the memory and on the disk of this machine, too.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it the list is only printed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove interrupted saves and older checkpoints of the runs below a folder; print them first.
 
+    Local checkpoints on this machine are removed if those in the run directory are as new.
     A running run is not touched, nor is a checkpoint from which another of these runs began.
     """
     from megalaunch.cli.runs.output import cleaning_lines, cleaning_rows
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.catalog.clean import CleaningRules, plan_cleaning
 
-    rules = CleaningRules(keep=keep, keep_every=not only_newest, failed=failed)
+    rules = CleaningRules(keep=keep, keep_every=not only_newest, failed=failed, local=local)
     planned = plan_cleaning(_find(folder), rules)
     problems = _carry_out(planned) if yes else []
     if as_json:

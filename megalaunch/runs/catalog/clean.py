@@ -1,4 +1,4 @@
-"""Free disk space: remove interrupted saves, older checkpoints, and failed runs without a checkpoint."""
+"""Free space: remove interrupted saves, older and local checkpoints, and failed runs without a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from megalaunch.fs import list_temporary_directories, remove_directory
 from megalaunch.launch.directory import lock_run, run_is_locked, unlock_run
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step, directory_size
+from megalaunch.rundir.checkpoint.local_shards import list_shards
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.catalog.local_checkpoints import local_folders
 from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.spec_file import read_spec
 
@@ -21,12 +23,14 @@ class CleaningRules:
     """What to remove. `keep`: complete checkpoints to keep per run, the newest; at least 1.
 
     `keep_every`: keep those of every checkpoint.keep_every-th step too. `failed`: remove whole runs that failed
-    before their first checkpoint.
+    before their first checkpoint. `local`: remove all checkpoints in the memory and on the disk of this machine, not
+    only those that are no newer than the run directory's.
     """
 
     keep: int = 1
     keep_every: bool = True
     failed: bool = False
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,10 @@ def plan_cleaning(runs: Sequence[RunDirectory], rules: CleaningRules) -> list[Ru
         if run_is_locked(run):
             cleanings.append(RunCleaning(run, (), running=True))
         elif rules.failed and _failed_without_checkpoint(run):
-            size = sum(file.lstat().st_size for file in run.root.rglob("*") if file.is_file())
-            cleanings.append(RunCleaning(run, (Removal(run.root, size, "failed before its first checkpoint"),)))
+            paths = [folder for _, folder in local_folders(run, spec)] if spec is not None else []
+            reason = "failed before its first checkpoint"
+            removals = [Removal(path, _tree_size(path), reason) for path in (*paths, run.root)]
+            cleanings.append(RunCleaning(run, tuple(removals)))
         else:
             cleanings.append(RunCleaning(run, tuple(_removals(run, spec, rules, beginnings))))
     return cleanings
@@ -101,6 +107,23 @@ def _removals(
         elif not (keep_every and step % keep_every == 0) and path.resolve() not in beginnings:
             newer = "a newer one is" if rules.keep == 1 else f"{rules.keep} newer ones are"
             yield Removal(path, directory_size(path), f"{newer} complete")
+    if spec is not None:
+        yield from _local_removals(run, spec, rules)
+
+
+def _local_removals(run: RunDirectory, spec: RunSpec, rules: CleaningRules) -> Iterator[Removal]:
+    """Yield the run's folders on this machine from which it would not continue, or all of them."""
+    saved = checkpoints_by_step(run.checkpoints).items()
+    newest = next((step for step, path in saved if not verify_checkpoint(path, hashes=False)), 0)
+    for _, folder in local_folders(run, spec):
+        last = max((shard.step for shard in list_shards(folder)), default=0)
+        if rules.local or last <= newest:
+            reason = "the run directory's are as new" if last <= newest else f"up to step {last} (--local)"
+            yield Removal(folder, _tree_size(folder), f"local checkpoints: {reason}")
+
+
+def _tree_size(directory: Path) -> int:
+    return sum(file.lstat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def _failed_without_checkpoint(run: RunDirectory) -> bool:

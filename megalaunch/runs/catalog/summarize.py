@@ -13,6 +13,7 @@ from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import Record, read_last_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.catalog.local_checkpoints import local_checkpoints
 from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.spec_file import read_spec
 
@@ -43,6 +44,7 @@ class RunFigures:
 class RunSummary:
     """One run. `steps` is train.steps; `size` counts the bytes of all files; `changed` is in seconds since 1970.
 
+    `local_size` counts those of local checkpoints in the memory and on the disk of this machine.
     `reason` says why a run failed or cannot be read, "" otherwise.
     """
 
@@ -53,6 +55,7 @@ class RunSummary:
     steps: int | None
     figures: RunFigures
     size: int
+    local_size: int
     changed: float
 
 
@@ -70,6 +73,7 @@ def summarize_run(directory: RunDirectory) -> RunSummary:
         steps=spec.train.steps if spec else None,
         figures=figures,
         size=size,
+        local_size=sum(one.size for one in local_checkpoints(directory, spec)) if spec is not None else 0,
         changed=changed,
     )
 

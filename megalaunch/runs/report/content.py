@@ -12,6 +12,7 @@ from megalaunch.rundir.expert_load import ExpertLoadHistory, read_expert_load
 from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.runs.catalog.local_checkpoints import LocalCheckpointInfo, local_checkpoints
 from megalaunch.runs.catalog.summarize import RunSummary, summarize_run
 from megalaunch.runs.report.settings import Setting, list_settings
 from megalaunch.runs.report.timeline import Launch, read_timeline
@@ -26,7 +27,7 @@ class RunContent:
     """What a report shows of a run.
 
     `steps`, `validations` and `evaluations` (of tasks) are lines of metrics.jsonl.
-    `checkpoints`: (step, bytes), the newest first.
+    `checkpoints`: (step, bytes), the newest first; `local_checkpoints`: those on the machine of the report.
     `mfu`: the model FLOP/s utilization at the median speed, 0 to 1; None where the chip's peak is not known.
     """
 
@@ -39,6 +40,7 @@ class RunContent:
     launches: Sequence[Launch]
     settings: Sequence[Setting]
     checkpoints: Sequence[tuple[int, int]]
+    local_checkpoints: Sequence[LocalCheckpointInfo]
     expert_load: ExpertLoadHistory | None
     sample: str
     mfu: float | None
@@ -60,6 +62,7 @@ def read_content(directory: RunDirectory, name: str) -> RunContent:
         launches=launches,
         settings=list_settings(spec, launches[-1].overrides if launches else ()),
         checkpoints=[(step, directory_size(path)) for step, path in checkpoints_by_step(directory.checkpoints).items()],
+        local_checkpoints=local_checkpoints(directory, spec),
         expert_load=read_expert_load(directory.expert_load),
         sample=_read_sample(directory),
         mfu=_utilization(spec, summary.figures.tokens_per_second),

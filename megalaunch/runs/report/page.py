@@ -19,6 +19,7 @@ from megalaunch.plan.findings import as_override
 from megalaunch.rundir.metrics import task_scores, validation_losses
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.catalog.compare import RunComparison, compare_runs
+from megalaunch.runs.catalog.local_checkpoints import LocalCheckpointInfo
 from megalaunch.runs.report import charts
 from megalaunch.runs.report.charts import Chart
 from megalaunch.runs.report.content import RunContent
@@ -140,9 +141,15 @@ def _facts(run: RunContent) -> Table:
         ("launches", str(len(run.launches))),
         ("restarts", str(restarts)),
         ("checkpoints", ", ".join(f"step {step} ({format_bytes(size)})" for step, size in run.checkpoints) or "-"),
+        *([("local checkpoints", ", ".join(map(_local_text, run.local_checkpoints)))] if run.local_checkpoints else ()),
         ("directory", str(run.summary.path)),
     ]
     return facts
+
+
+def _local_text(one: LocalCheckpointInfo) -> str:
+    size = format_bytes(one.size)
+    return f"step {one.step} of node {one.node} {one.place} ({size}{f', {one.problem}' if one.problem else ''})"
 
 
 def _launch_rows(launches: Sequence[Launch]) -> Table:
