@@ -69,3 +69,8 @@ def format_flops(rate: float | None) -> str:
 def format_loss(value: float) -> str:
     """Format a loss in nats with four decimals; NaN and infinity by name."""
     return f"{value:.4f}"
+
+
+def format_counted(count: object, noun: str) -> str:
+    """Return a count with its noun, in the plural unless it is 1: "1 worker", "2 workers"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -272,3 +272,20 @@ def test_the_out_of_memory_killer_is_named(tmp_path, files, killed, message):
     assert name_out_of_memory(failure, before).message == message
     crashed = Failure(0, 1, "dp1", "step", 7, "SIGSEGV", "")
     assert name_out_of_memory(crashed, before) == crashed
+
+
+@pytest.mark.parametrize(
+    ("event", "one", "several"),
+    [
+        ({"event": "launch", "workers": 1}, "starting 1 worker", "starting 2 workers"),
+        (
+            {"event": "metrics_cut", "after_step": 4, "last_step": 5, "lines": 1},
+            "metrics after step 4 removed (1 line): step 5 is trained again",
+            "metrics after step 4 removed (2 lines): steps 5 to 6 are trained again",
+        ),
+    ],
+)
+def test_messages_are_singular_for_one(event, one, several):
+    assert event_message(event) == one
+    more = {key: value + 1 for key, value in event.items() if key in ("workers", "last_step", "lines")}
+    assert event_message(event | more) == several

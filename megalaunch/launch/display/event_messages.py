@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalaunch.format.numbers import format_duration
+from megalaunch.format.numbers import format_counted, format_duration
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.worker_failure import rank_label
 
@@ -11,7 +11,7 @@ def event_message(event: Record) -> str | None:
     """Return one line for an event, or None for an event that is not shown while the run continues."""
     match event.get("event"):
         case "launch":
-            return f"starting {event.get('workers')} workers"
+            return f"starting {format_counted(event.get('workers'), 'worker')}"
         case "phase":
             return f"{event.get('phase')}{_elapsed_text(event)}"
         case "resumed":
@@ -82,8 +82,10 @@ def storage_back(path: str, seconds: object) -> str:
 
 def _metrics_cut(event: Record) -> str:
     after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
-    repeated = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
-    return f"metrics after step {after} removed ({lines} lines): {repeated} trained again"
+    repeated = "they are"
+    if isinstance(after, int) and isinstance(last, int):
+        repeated = f"steps {after + 1} to {last} are" if last > after + 1 else f"step {last} is"
+    return f"metrics after step {after} removed ({format_counted(lines, 'line')}): {repeated} trained again"
 
 
 def _nodes_changed(event: Record) -> str:
@@ -102,10 +104,10 @@ def _bad_step(event: Record) -> str:
 def _collapsed(event: Record) -> str:
     share = event.get("share")
     part = f"{share:.0%}" if isinstance(share, (int, float)) else "most"
+    steps = format_counted(event.get("steps"), "step")
     return (
-        f"warning: one expert of layer {event.get('layer')} gets {part} of the tokens, for {event.get('steps')} steps "
-        f"in a row up to step {event.get('step')}: balance the load (model.moe.balance_loss_coeff, "
-        "model.moe.balance_bias)"
+        f"warning: one expert of layer {event.get('layer')} gets {part} of the tokens, for {steps} in a row up to step "
+        f"{event.get('step')}: balance the load (model.moe.balance_loss_coeff, model.moe.balance_bias)"
     )
 
 
@@ -150,7 +152,8 @@ def _stopped_early(event: Record) -> str:
     shown = f" of {best:.4f}" if isinstance(best, (int, float)) else ""
     return (
         f"early stopping after step {event.get('step')}: {event.get('metric')} has not improved for "
-        f"{event.get('validations')} validations; the best{shown} is that of step {event.get('best_step')}"
+        f"{format_counted(event.get('validations'), 'validation')}; the best{shown} is that of step "
+        f"{event.get('best_step')}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from megalaunch.format.numbers import format_count, format_duration, format_loss
+from megalaunch.format.numbers import format_count, format_counted, format_duration, format_loss
 from megalaunch.launch.directory import DirectoryState
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import read_lines
@@ -49,7 +49,8 @@ def _metrics_lines(directory: RunDirectory) -> list[str]:
     if steps:
         last = steps[-_LAST_STEPS:]
         mean = fmean(number(record, "loss") for record in last)
-        lines.append(_line("training loss", f"{format_loss(mean)} (mean of the last {len(last)} steps)"))
+        over = format_counted(len(last), "step")
+        lines.append(_line("training loss", f"{format_loss(mean)} (mean of the last {over})"))
     if validations:
         at = validations[-1]["step"]
         for name, loss in validation_losses(validations[-1]).items():
