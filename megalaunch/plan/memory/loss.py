@@ -21,11 +21,12 @@ class LossBytes:
     """Bytes of one loss.
 
     Attributes:
-        logits: peak bytes of logits, or of a product that takes the place of a chunk's.
+        logits: peak bytes of logits.
         depth_logits: logits of each MTP depth, whose loss is computed before.
         pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
         with_logits: allocated at the same time as the logits, such as gradients of the head.
-        summing: a buffer that is allocated with them: the fp32 sum of the weight's gradient of the current loss.
+        buffers: allocated with them for the current loss in chunks: its gathered input, the fp32 sum of the weight's
+            gradient, and of a chunk's product what does not fit into the memory of freed logits.
         not_rounded: the gradient that it will be, which `with_logits` counts.
         while_scaling: while the head's gradients are scaled, after the logits are freed.
         pending_gradients: gradients of the head of each other microbatch.
@@ -35,7 +36,7 @@ class LossBytes:
     depth_logits: float
     pending_logits: float = 0.0
     with_logits: float = 0.0
-    summing: float = 0.0
+    buffers: float = 0.0
     not_rounded: float = 0.0
     while_scaling: float = 0.0
     pending_gradients: float = 0.0
@@ -55,10 +56,10 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
         freed = unfused * chunk_logits  # before the chunk's product is added to the sum
         product = hidden_bytes * min(vocab_rows, SUM_ROWS) if compute_bytes < _SUM_BYTES else 0.0
         return LossBytes(
-            max(freed, product) + compute_bytes * chunk_logits,
+            freed + compute_bytes * chunk_logits,
             depth_logits=0.0,
-            with_logits=head_gradients + gathered,
-            summing=_SUM_BYTES * spec.model.hidden_size * vocab_rows,
+            with_logits=head_gradients,
+            buffers=gathered + _SUM_BYTES * spec.model.hidden_size * vocab_rows + max(product - freed, 0.0),
             not_rounded=hidden_bytes * vocab_rows,
             while_scaling=2 * head_gradients,
             pending_gradients=head_gradients,

@@ -152,7 +152,7 @@ def _peak_candidates(
     if losses:
         logits = loss.logits + (losses - 1) * loss.depth_logits
         gradients = losses * loss.with_logits - loss.not_rounded
-        yield at(LOSS, states.loss, saved.all, logits, buffers=loss.summing, head_gradients=gradients)
+        yield at(LOSS, states.loss, saved.all, logits, buffers=loss.buffers, head_gradients=gradients)
         yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
     temporary = tokens * saved.gradients
     yield at(LAYER, states.layer, saved.all + saved.recomputed, buffers=temporary + tokens * saved.p2p_gradients)
