@@ -1,7 +1,8 @@
 """What a real Kubernetes API server accepts and refuses of our manifests, and what the user reads of it.
 
 The server is 1.20, the newest whose code a package has. It knows Job without the fields of Indexed Jobs that came later
-(`completionMode`, `podFailurePolicy`): the schemas of `test_kubernetes_manifest` check those.
+(`completionMode`, `podFailurePolicy`): the schemas of `test_kubernetes_manifest` check those. Of TrainJob it has the
+models that Kubeflow publishes, without the rules in CEL of their definition.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import pytest
 import yaml
 from kubernetes_jobs import FULL, job_of
+from launching import wait_until
 from mini_kubernetes import FORBIDDEN, mini_kubernetes
 from training import tiny_overrides
+from trainjob_crd import trainjob_definition
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
@@ -108,3 +111,30 @@ def test_what_the_server_refuses_is_explained(cluster, tmp_path, case):
     assert fix in done.stderr
     assert not run.job.exists()
     assert cluster.items("jobset") == []
+
+
+@pytest.fixture
+def trainjobs(cluster):
+    """The kind TrainJob, as Kubeflow publishes it, for as long as a test lasts: another needs a server without it."""
+    definition = trainjob_definition(pytest.importorskip("kubeflow_trainer_api.models"))
+    cluster.create("definition", definition)
+    wait_until(lambda: any(name.endswith(".v1alpha1.TrainJob") for name in cluster.schemas()), 60)  # what kubectl reads
+    yield
+    cluster.remove(f"definition/{definition['metadata']['name']}")
+
+
+def test_every_setting_of_a_trainjob_is_accepted_and_others_are_not(cluster, trainjobs, tmp_path):
+    for settings in ({}, {**FULL, "namespace": "default"}):
+        (job,) = manifest(job_of(**settings, kind="trainjob"), "llama-1")
+        check(tmp_path, job)
+    trainer = job["spec"]["trainer"]
+    trainer["numNodes"] = "two"
+    with pytest.raises(LauncherError, match="numNodes"):
+        check(tmp_path, job)
+    del trainer["numNodes"]
+    trainer["nodes"] = 2
+    with pytest.raises(LauncherError, match='unknown field "nodes"'):
+        check(tmp_path, job)
+    del trainer["nodes"], job["spec"]["runtimeRef"]
+    with pytest.raises(LauncherError, match="runtimeRef"):
+        check(tmp_path, job)

@@ -89,6 +89,12 @@ class Kubernetes:
         """The file that `kubectl logs POD` shows."""
         return self.folder / f"logs/{pod}.log"
 
+    def schemas(self) -> Object:
+        """The schemas of all kinds, which the server publishes some time after a definition."""
+        found = self._call("GET", "/openapi/v2")
+        assert found is not None
+        return dict(found["definitions"])
+
     def create(self, kind: str, found: Object) -> None:
         """Create an object."""
         assert self._call("POST", _PATHS[kind], found) is not None
