@@ -11,9 +11,10 @@ from megalaunch.plan.rules.registry import RULES, RuleContext
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.world import data_parallel_size, replicas_and_shards
 from megalaunch.schema import RunSpec, with_values
+from megalaunch.schema.paths import value_at
 
-_OFF = {"launcher.min_nodes": None, "launcher.rejoin_every": 1}
-"""The limit is that of the run on all its nodes, whose launcher keeps it."""
+_OFF = {"launcher.min_nodes": None, "launcher.rejoin_every": 1, "launcher.slurm.spare_nodes": 0}
+"""Limit and spare nodes are those of the run on all its nodes, whose launcher keeps them."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,15 @@ def smaller_node_counts(at: RuleContext, fewest: int) -> Iterator[NodeCount]:
         values, problem = _on_fewer_nodes(at.spec, nodes)
         if not problem:
             if known is None:
-                known = _errors(at, _OFF)
+                known = _errors(at, _off(at.spec))
             new = {key: text for key, text in _errors(at, values).items() if key not in known}
             problem = next((f"{text} [{rule}]" for (rule, _), text in new.items()), "")
         yield NodeCount(nodes, values, problem)
+
+
+def _off(spec: RunSpec) -> dict[str, Any]:
+    """Return `_OFF`, without what this spec does not set."""
+    return {key: value for key, value in _OFF.items() if value_at(spec, key) != value}
 
 
 def _on_fewer_nodes(spec: RunSpec, nodes: int) -> tuple[dict[str, Any], str]:
@@ -58,7 +64,7 @@ def _on_fewer_nodes(spec: RunSpec, nodes: int) -> tuple[dict[str, Any], str]:
         return {}, f"{world} devices hold no whole number of replicas"
     if batch_gcd(spec) % (dp * micro_batch):
         return {}, f"a batch of {batch_gcd(spec)} is not divisible by dp {dp} x micro_batch_size {micro_batch}"
-    values = {"cluster.nodes": nodes, "parallel.dp": dp, "batch.micro_batch_size": micro_batch, **_OFF}
+    values = {"cluster.nodes": nodes, "parallel.dp": dp, "batch.micro_batch_size": micro_batch, **_off(spec)}
     if spec.parallel.dp_replicate > 1:
         _, shards = replicas_and_shards(spec.parallel.dp or dp, spec.parallel)
         if shards is None or dp % shards:

@@ -21,6 +21,13 @@ class SlurmSpec:
     reservation: str | None = setting(None, "Reservation that has the nodes.")
     nodelist: str | None = setting(None, "Nodes that must be among those of the job, such as `n[01-04]`.")
     exclude: str | None = setting(None, "Nodes that the job must not get, such as `n07,n[11-12]`.")
+    spare_nodes: int = setting(
+        0,
+        "Nodes that the job has more than `cluster.nodes`: one takes the place of a node that is lost or failed the "
+        "preflight.",
+        "nodes",
+        minimum=0,
+    )
     exclusive: bool = setting(True, "Take whole nodes, shared with no other job.")
     gres: str | None = setting(
         None,

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_runs import call, losses_of, parent_of, processes, started
+from cluster_runs import call, losses_of, parent_of, processes, started, tokens_of
 from launching import events_of, steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
 
-from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = [pytest.mark.timed, pytest.mark.slow]
@@ -62,8 +61,3 @@ def test_a_lost_host_is_left_out_and_taken_back_with_the_losses_of_an_undisturbe
     assert list(losses_of(run)) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(losses_of(run).values()), list(losses_of(undisturbed).values()), rtol=TOLERANCE)
     assert tokens_of(run) == tokens_of(undisturbed)
-
-
-def tokens_of(run):
-    """The tokens that were trained up to each step."""
-    return [record["tokens"] for record in read_lines(run.metrics) if "loss" in record]

@@ -67,6 +67,11 @@ REFUSED = [
     (("launcher.min_nodes=4",), "min_nodes 4 is not below the 4 nodes of the run", "launcher.min_nodes=1"),
     (("launcher.min_nodes=1", "launcher.name=ray"), "launcher=ray starts a run on all", "launcher.min_nodes=null"),
     (
+        ("launcher.min_nodes=1", "launcher.name=slurm", "launcher.max_restarts=0"),
+        "the script of the job starts a run on fewer nodes by a restart",
+        "launcher.max_restarts=3",
+    ),
+    (
         ("launcher.min_nodes=1", "parallel=hsdp2", "parallel.outer_steps=10"),
         "outer steps average as many replicas",
         "launcher.min_nodes=null",
@@ -85,6 +90,16 @@ def test_a_run_that_cannot_continue_on_fewer_nodes_is_refused_with_a_proven_fix(
     assert severity == "error"
     assert found.startswith(message)
     assert fix in fixes
+
+
+def test_a_job_of_slurm_has_spare_nodes_only_on_all_its_nodes():
+    """One node with a spare one is refused: a job ends with the node of its script."""
+    spec, _ = resolved(*FOUR, "launcher.name=slurm", "launcher.min_nodes=1", "launcher.slurm.spare_nodes=1")
+    *_, one = smaller_node_counts(RuleContext(spec), 1)
+    assert (one.problem, one.values["launcher.slurm.spare_nodes"]) == ("", 0)
+    spec, composition = resolved(*FOUR, "launcher.name=slurm", "cluster.nodes=1", "launcher.slurm.spare_nodes=1")
+    (found,) = [item for item in check(spec, composition.origins) if item.path == "launcher.slurm.spare_nodes"]
+    assert (found.severity, found.fixes) == ("error", ("launcher.slurm.spare_nodes=0",))
 
 
 def test_memory_is_checked_on_fewer_nodes():

@@ -100,3 +100,8 @@ def losses_of(run: RunDirectory) -> dict[int, float]:
         if "loss" in record:
             assert losses.setdefault(record["step"], record["loss"]) == record["loss"]
     return losses
+
+
+def tokens_of(run: RunDirectory) -> list[int]:
+    """The tokens that were trained up to each step."""
+    return [record["tokens"] for record in read_lines(run.metrics) if "loss" in record]

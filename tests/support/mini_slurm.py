@@ -1,9 +1,11 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd's of Debian's packages, in one folder."""
+"""A real Slurm of some nodes on this machine: munged, slurmctld and slurmd's of Debian's packages, in one folder."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cluster_runs import parent_of, processes
 from several_nodes import free_ports
 
 from megalaunch.launch.process import descendants, kill_all
@@ -39,56 +42,58 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
-SlurmdTimeout=10
+SlurmdTimeout={down_after}
 KillWait=2
 ReturnToService=2
 JobRequeue=1
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 RealMemory=4000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 RealMemory=4000
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=10 State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
 """
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000\n"
+_QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 @contextmanager
-def mini_slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Start the cluster; yield the variables with which Slurm's commands find it. Nothing of it is left.
+def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10) -> Iterator[dict[str, str]]:
+    """Start the cluster of nodes n1, n2, ...; yield the variables with which Slurm's commands find it.
+
+    Nothing of it is left. A node that does not answer is marked down after `down_after` seconds.
 
     The test is skipped where Slurm is not installed or this user may not run it.
     """
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"a Slurm of its own needs root, and {', '.join(missing) or 'Slurm'}")
-    for name in ("munge", "state", "spool/n1", "spool/n2", "log"):
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    for name in ("munge", "state", *(f"spool/{name}" for name in names), "log"):
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)
     (folder / "munge").chmod(0o700)
     key = folder / "munge/key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    first = free_ports()
     conf = folder / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
-    conf.write_text(_CONF.format(host=host, folder=folder, port=free_ports(), first=first, second=first + 1))
+    of_nodes = [_NODE.format(name=name, host=host, port=free_ports()) for name in names]
+    head = _CONF.format(host=host, folder=folder, port=free_ports(), down_after=down_after)
+    conf.write_text(head + "".join(of_nodes))
     variables = {"SLURM_CONF": str(conf), "PATH": _path()}
     environment = {**os.environ, **variables}
     munge = [f"--key-file={key}", *(f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed"))]
     commands = (
         ["munged", "--foreground", "--force", f"--socket={folder}/munge/sock", *munge],
         ["slurmctld", "-D", "-c", "-f", str(conf)],
-        ["slurmd", "-D", "-f", str(conf), "-N", "n1"],
-        ["slurmd", "-D", "-f", str(conf), "-N", "n2"],
+        *(_slurmd(conf, name) for name in names),
     )
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
-            daemons.append(subprocess.Popen(command, env=environment, start_new_session=True, **quiet))
+            daemons.append(subprocess.Popen(command, env=environment, start_new_session=True, **_QUIET))
             if command[0] == "munged":
                 _wait_for((folder / "munge/sock").exists)
-        _wait_for(lambda: _idle_nodes(environment) == 2)
+        _wait_for(lambda: _idle_nodes(environment) == nodes)
         yield variables
     finally:
         for daemon in reversed(daemons):
@@ -96,6 +101,45 @@ def mini_slurm(folder: Path) -> Iterator[dict[str, str]]:
             daemon.kill()
             daemon.wait()
             kill_all(left, 5)
+
+
+def lose_node(variables: dict[str, str], name: str) -> None:
+    """Kill all that runs on a node, its slurmd first, as if its machine had lost its power."""
+    conf = variables["SLURM_CONF"]
+    slurmds = processes(*_slurmd(Path(conf), name))
+    tasks = [pid for pid in processes("") if _environment(pid, "SLURMD_NODENAME", "SLURM_CONF") == [name, conf]]
+    steps = {parent for pid in tasks if (parent := parent_of(pid)) in processes("slurmstepd")}
+    for pid in (*slurmds, *steps, *tasks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def restarted_node(variables: dict[str, str], name: str) -> Iterator[None]:
+    """Start the slurmd of a lost node again; nothing of it is left."""
+    command = _slurmd(Path(variables["SLURM_CONF"]), name)
+    daemon = subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True, **_QUIET)
+    try:
+        yield
+    finally:
+        left = descendants(daemon.pid)
+        daemon.kill()
+        daemon.wait()
+        kill_all(left, 5)
+
+
+def _slurmd(conf: Path, name: str) -> list[str]:
+    return ["slurmd", "-D", "-f", str(conf), "-N", name]
+
+
+def _environment(pid: int, *names: str) -> list[str | None]:
+    """The values of some variables of a process."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+    found = dict(entry.partition("=")[::2] for entry in entries)
+    return [found.get(name) for name in names]
 
 
 def _path() -> str:

@@ -8,13 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalaunch.launchers.launcher import Job, LauncherError
-from megalaunch.launchers.slurm.srun_lines import lines_once, lines_with_restarts, requeues, restarts_by_script
+from megalaunch.launchers.slurm.elastic_lines import ON_CHOSEN
+from megalaunch.launchers.slurm.srun_lines import (
+    chooses_nodes,
+    lines_once,
+    lines_with_restarts,
+    requeues,
+    restarts_by_script,
+)
 from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.slurm import SlurmSpec
 
 OUTPUT = "slurm-%j.out"  # %j: the number of the job
 WITHOUT_GRES = "none"
 _CONTAINER_PYTHON = "python3"
+_EACH_NODE = ("--ntasks-per-node=1", "--cpu-bind=none")
 _END_TOGETHER = ("--kill-on-bad-exit=0", "--wait=60")  # seconds after the first launcher that has ended
 
 
@@ -24,7 +32,7 @@ def srun_options(nodes: int) -> list[str]:
 
 
 def _one_task_a_node(nodes: int) -> list[str]:
-    return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    return [f"--nodes={nodes}", f"--ntasks={nodes}", *_EACH_NODE]
 
 
 def batch_script(job: Job, output: Path) -> str:
@@ -36,11 +44,14 @@ def batch_script(job: Job, output: Path) -> str:
     Raises:
         LauncherError: a value has a control character, which no option can hold.
     """
-    words = shlex.join(command(job))
+    words = {nodes: shlex.join(command(job.on_nodes(nodes))) for nodes in (job.nodes, *job.fewer)}
     if not restarts_by_script(job):
-        return script_text(job, output, words)
-    lines = lines_with_restarts(_srun(job, [*_one_task_a_node(job.nodes), *_END_TOGETHER]), words, job)
-    return _script(job, output, lines, None)
+        return script_text(job, output, words[job.nodes])
+    if chooses_nodes(job):
+        srun = _srun(job, [*_EACH_NODE, *_END_TOGETHER, "--overlap"]).replace("srun", f"srun {ON_CHOSEN}", 1)
+    else:
+        srun = _srun(job, [*_one_task_a_node(job.nodes), *_END_TOGETHER])
+    return _script(job, output, lines_with_restarts(srun, words, job), None)
 
 
 def script_text(job: Job, output: Path, words: str, array: str | None = None) -> str:
@@ -65,7 +76,7 @@ def _script(job: Job, output: Path, lines: list[str], array: str | None) -> str:
 
 def _options(job: Job, output: Path, array: str | None) -> Iterator[str]:
     slurm = job.settings.slurm
-    gres, devices = slurm.gres, job.devices_per_node
+    gres, devices, chooses = slurm.gres, job.devices_per_node, chooses_nodes(job)
     valued = {
         "job-name": job.name,
         "array": array,
@@ -73,7 +84,7 @@ def _options(job: Job, output: Path, array: str | None) -> Iterator[str]:
         "partition": slurm.partition,
         "qos": slurm.qos,
         "time": slurm.time,
-        "nodes": str(job.nodes),
+        "nodes": str(job.nodes + (slurm.spare_nodes if chooses else 0)),
         "ntasks-per-node": "1",
         "gres": gres if gres != WITHOUT_GRES else None,
         "gpus-per-node": str(devices) if gres is None and devices else None,
@@ -94,6 +105,8 @@ def _options(job: Job, output: Path, array: str | None) -> Iterator[str]:
             yield f"--{name}={_quoted(value)}"
     if slurm.exclusive:
         yield "--exclusive"
+    if chooses:
+        yield "--no-kill"  # the job keeps its other nodes when one is lost
     yield "--requeue" if slurm.requeue else "--no-requeue"
     for line in slurm.extra:
         yield _quoted(line)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from megalaunch.launch.supervise import LONGEST_PAUSE, RestartBudget
 from megalaunch.launchers.launcher import Job
+from megalaunch.launchers.slurm.elastic_lines import REJOINS, elastic_functions, elastic_settings, rejoins
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE, FINAL_CODE_VARIABLE
 from megalaunch.rundir.outcome import NOT_RESTARTED, STOPPED_BETWEEN_ATTEMPTS, ExitCode
 from megalaunch.rundir.paths import RunDirectory
@@ -19,6 +21,11 @@ _NO_SIGNAL = '[ "$warned$stopped" = 00 ]'
 def restarts_by_script(job: Job) -> bool:
     """Return whether the script starts the launchers of a run again: one of a single node restarts its own workers."""
     return job.nodes > 1 and job.settings.max_restarts > 0
+
+
+def chooses_nodes(job: Job) -> bool:
+    """Return whether the script chooses the nodes of each attempt: the job has spare ones, or may have fewer."""
+    return restarts_by_script(job) and bool(job.fewer or job.settings.slurm.spare_nodes)
 
 
 def requeues(slurm: SlurmSpec) -> bool:
@@ -58,42 +65,101 @@ def lines_once(srun: str, slurm: SlurmSpec) -> list[str]:
     return [*_signals(slurm), *_REQUEUE, f"{srun} &", 'await "$!"; code=$ended', *_end(slurm)]
 
 
-def lines_with_restarts(srun: str, words: str, job: Job) -> list[str]:
-    """Return the lines that run `words` by srun, and again after a failure, as often in a row as the spec allows.
+def lines_with_restarts(srun: str, words: Mapping[int, str], job: Job) -> list[str]:
+    """Return the lines that run a command by srun, and again after a failure, as often in a row as the spec allows.
 
     No task is ended for another's failure, so that 75 means a stop. After a failure all launchers end by themselves:
     what is left a while later, srun kills, and then ends with 137. A launcher that ends for a reason that no restart
     cures therefore writes its code to a file; the file is there before, as a network file system caches its absence.
     The script runs outside of the container of the tasks, where no Python may be. Where a node does not answer, the
-    job is queued again, since Slurm gives it other nodes.
+    job is queued again, since Slurm gives it other nodes; one that chooses its nodes, only where too few answer.
+
+    Args:
+        words: the command for each number of nodes, quoted for the shell.
     """
     slurm, directory = job.settings.slurm, RunDirectory(job.directory)
-    pauses = list(_pauses(job))
+    pauses, commands = list(_pauses(job)), {nodes: f"{srun} {command}" for nodes, command in words.items()}
+    parts = _choosing_parts(job, commands) if chooses_nodes(job) else _plain_parts(slurm, commands[job.nodes])
+    attempt = [
+        f': > "${FINAL_CODE_VARIABLE}"',
+        *parts.start,
+        'code=$ended; reason="srun ended with exit code $code"',
+        f'final="$(cat "${FINAL_CODE_VARIABLE}")"; code="${{final:-$code}}"; rm -f "${FINAL_CODE_VARIABLE}"',
+        f'{parts.restarts}case "$code" in {_pattern(*NOT_RESTARTED, 128 + signal.SIGTERM)}) break ;; esac',
+        f"{_NO_SIGNAL} || break",
+        *parts.after_failure,
+        *_end_without_directory(srun, directory),
+        'now="$(saved)"; [[ ! "$now" > "$newest" ]] || { newest="$now"; used=0; }',
+        f'[ "$used" -lt {job.settings.max_restarts} ] && {_NO_SIGNAL} || break',
+        f'pause="${{pauses[used < {len(pauses) - 1} ? used : {len(pauses) - 1}]}}"',
+        'sleep "$pause" & await "$!"',
+        f"{_NO_SIGNAL} || break",
+        "record_restart",
+    ]
     return [
-        *_signals(slurm),
+        *_signals(slurm, rejoins=chooses_nodes(job) and rejoins(job)),
         *(_REQUEUE if _has_requeues(slurm) else []),
         *_functions(directory),
+        *parts.functions,
         f"pauses=({' '.join(pauses)})  # seconds before each restart in a row",
         f"export {ATTEMPT_VARIABLE}=0 {FINAL_CODE_VARIABLE}={shlex.quote(str(directory.final_code))}",
         f'used=0; newest="$(saved)"; code={int(ExitCode.PREEMPTED)}',
+        *parts.first,
         f"while {_NO_SIGNAL}; do",
-        f'    : > "${FINAL_CODE_VARIABLE}"',
-        f"    {srun} {words} &",
-        '    await "$!"; code=$ended',
-        f'    final="$(cat "${FINAL_CODE_VARIABLE}")"; code="${{final:-$code}}"; rm -f "${FINAL_CODE_VARIABLE}"',
-        f'    case "$code" in {_pattern(*NOT_RESTARTED, 128 + signal.SIGTERM)}) break ;; esac',
-        f"    {_NO_SIGNAL} || break",
-        *(f"    {line}" for line in (*_requeue_without_nodes(slurm), *_end_without_directory(srun, directory))),
-        '    now="$(saved)"; [[ ! "$now" > "$newest" ]] || { newest="$now"; used=0; }',
-        f'    [ "$used" -lt {job.settings.max_restarts} ] && {_NO_SIGNAL} || break',
-        f'    pause="${{pauses[used < {len(pauses) - 1} ? used : {len(pauses) - 1}]}}"',
-        '    sleep "$pause" & await "$!"',
-        f"    {_NO_SIGNAL} || break",
-        "    record_restart",
+        *(f"    {line}" for line in attempt),
         "done",
         f'case "$code" in {_pattern(*NOT_RESTARTED)}) ;; *) [ "$stopped" = 0 ] || record_stop ;; esac',
         *(_end(slurm) if requeues(slurm) else ['exit "$code"']),
     ]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Lines of a script with restarts that depend on whether it chooses its nodes.
+
+    Attributes:
+        functions: that the others call.
+        first: before the first attempt.
+        start: start the launchers, and wait for the end of srun.
+        restarts: conditions under which an exit code is no end of the job, each before `||`.
+        after_failure: before the next attempt.
+    """
+
+    functions: list[str]
+    first: list[str]
+    start: list[str]
+    restarts: str
+    after_failure: list[str]
+
+
+def _plain_parts(slurm: SlurmSpec, command: str) -> _Parts:
+    """Return the lines of a job that runs on all its nodes alone."""
+    return _Parts([], [], [f"{command} &", 'await "$!"'], "", _requeue_without_nodes(slurm))
+
+
+def _choosing_parts(job: Job, commands: Mapping[int, str]) -> _Parts:
+    """Return the lines of a job that has spare nodes, or may continue on fewer."""
+    slurm = job.settings.slurm
+    may_requeue = _has_requeues(slurm)
+    start = ["back=0; choose_nodes", f"{_NO_SIGNAL} || break"]
+    if may_requeue:
+        start.append(f'[ "$size" != 0 ] || {{ {_may_requeue(slurm)} && requeue "too few of its nodes answer"; }}')
+    start.append("start & step=$!")
+    if rejoins(job):
+        start.append('[ "$size" = 0 ] || [ "$size" = "$wanted" ] || watch_lost "$step" &')
+    start.append('await "$step"')
+    failed_nodes = f'{{ [ "$code" = {int(ExitCode.CONFIGURATION)} ] && leave_out_failed; }}'
+    return _Parts(
+        elastic_functions(job, commands, _requeues_left(slurm) if may_requeue else ""),
+        elastic_settings(job),
+        start,
+        f"{REJOINS} || {failed_nodes} || ",
+        [
+            f'! {REJOINS} || reason="lost nodes are back"',
+            f'[ "$size" != 1 ] || case "$code" in {_pattern(ExitCode.CRASH, ExitCode.HANG)}) break ;; esac'
+            "  # its launcher has restarted its workers",
+        ],
+    )
 
 
 def _pattern(*codes: int) -> str:
@@ -113,8 +179,7 @@ def _pauses(job: Job) -> Iterator[str]:
 def _functions(directory: RunDirectory) -> list[str]:
     events, outcome = shlex.quote(str(directory.events)), shlex.quote(str(directory.outcome))
     checkpoints = shlex.quote(str(directory.checkpoints))
-    reason = "srun ended with exit code %d"
-    event = f'{{"time": %s, "event": "restart", "attempt": %d, "reason": "{reason}", "pause_seconds": %s}}\\n'
+    event = '{"time": %s, "event": "restart", "attempt": %d, "reason": "%s", "pause_seconds": %s}\\n'
     stop = f'"exit_code": {int(ExitCode.PREEMPTED)}, "reason": "{STOPPED_BETWEEN_ATTEMPTS}"'
     end, stopped = f'{{"time": %s, "event": "outcome", {stop}}}\\n', f'{{{stop}, "step": %d, "details": {{}}}}\\n'
     return [
@@ -125,8 +190,8 @@ def _functions(directory: RunDirectory) -> list[str]:
         "}",
         "record_restart() {",
         f"    used=$((used + 1)); {ATTEMPT_VARIABLE}=$(({ATTEMPT_VARIABLE} + 1))",
-        f'    printf "restart %d: {reason}\\n" "${ATTEMPT_VARIABLE}" "$code"',
-        f'    printf {shlex.quote(event)} "$(date +%s.%N)" "${ATTEMPT_VARIABLE}" "$code" "$pause" >> {events}',
+        f'    echo "restart ${ATTEMPT_VARIABLE}: $reason"',
+        f'    printf {shlex.quote(event)} "$(date +%s.%N)" "${ATTEMPT_VARIABLE}" "$reason" "$pause" >> {events}',
         f"    rm -f {outcome}  # it is that of the attempt that failed",
         "}",
         "record_stop() {  # no launcher is there to do it",
@@ -137,15 +202,19 @@ def _functions(directory: RunDirectory) -> list[str]:
     ]
 
 
-def _signals(slurm: SlurmSpec) -> list[str]:
+def _signals(slurm: SlurmSpec, rejoins: bool = False) -> list[str]:
     """Return the lines that take a warning of the time limit and a stop, and `await`, which a signal does not end.
 
     Both reach srun as SIGUSR1, which it passes to the launchers; after a SIGTERM it would kill them. A second signal
     would end them without a checkpoint, so that only a stop is repeated. `await` also gives a signal to a process that
     started after it.
+
+    Args:
+        rejoins: also take the signal of the script itself that lost nodes are back, after which the workers save too.
     """
-    warn = """trap 'heard=1; [ "$warned$stopped" != 00 ] || { warned=1; pass_on; }; warned=1' """
-    stop = """trap 'heard=1; stopped=1; [ "$warned" = 1 ] || pass_on' """
+    back, zero = ("$back", "0") if rejoins else ("", "")
+    warn = f"""trap 'heard=1; [ "$warned$stopped{back}" != 00{zero} ] || {{ warned=1; pass_on; }}; warned=1' """
+    stop = f"""trap 'heard=1; stopped=1; [ "$warned{back}" != 0{zero} ] || pass_on' """
     return [
         "warned=0; stopped=0; child=",
         "pass_on() {  # not to a copy of this shell, which would lose it before it becomes the program",
@@ -153,6 +222,7 @@ def _signals(slurm: SlurmSpec) -> list[str]:
         "}",
         *([f"{warn}{_warning(slurm)}  # the time limit is near: the workers save"] if requeues(slurm) else []),
         f"{stop}{stop_signal(slurm)}  # megalaunch stop",
+        *([_BACK] if rejoins else []),
         "await() {  # the exit code of process $1, to `ended`",
         "    local status; child=$1; ended=127; heard=1",
         f"    {_NO_SIGNAL} || pass_on",
@@ -164,6 +234,7 @@ def _signals(slurm: SlurmSpec) -> list[str]:
     ]
 
 
+_BACK = """trap 'heard=1; [ "$warned$stopped$back" != 000 ] || { back=1; pass_on; }' ALRM  # lost nodes are back"""
 _REQUEUE = [
     "requeue() {  # $1: the reason",
     '    echo "job $SLURM_JOB_ID is queued again: $1"',
@@ -173,7 +244,11 @@ _REQUEUE = [
 
 
 def _may_requeue(slurm: SlurmSpec) -> str:
-    return f'[ "$stopped" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {slurm.max_requeues} ]'
+    return f'[ "$stopped" = 0 ] && {_requeues_left(slurm)}'
+
+
+def _requeues_left(slurm: SlurmSpec) -> str:
+    return f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {slurm.max_requeues} ]'
 
 
 def _requeue_without_nodes(slurm: SlurmSpec) -> list[str]:

@@ -11,6 +11,7 @@ from megalaunch.plan.rules.suggestions import suggestions_enabled
 
 _KEY = "launcher.min_nodes"
 _OFF = {_KEY: None}
+_RESTARTS = {"launcher.max_restarts": 3}
 _SHOWN = 3  # problems, of the largest numbers of nodes
 
 
@@ -55,9 +56,12 @@ def _counts(at: RuleContext, fewest: int) -> list[NodeCount]:
 def _refusal(at: RuleContext, fewest: int) -> Violation | None:
     """Return why this run can never continue on fewer nodes; None if it may."""
     spec, nodes = at.spec, at.spec.cluster.nodes
-    if spec.launcher.name != "ssh":
-        message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; launcher=ssh continues on fewer"
+    if spec.launcher.name not in ("ssh", "slurm"):
+        message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; ssh and slurm continue on fewer"
         return Violation(_KEY, message, {}, (_OFF,))
+    if spec.launcher.name == "slurm" and spec.launcher.max_restarts == 0:
+        message = "the script of the job starts a run on fewer nodes by a restart, but launcher.max_restarts is 0"
+        return Violation(_KEY, message, {"max_restarts": 0}, (_RESTARTS, _OFF))
     if spec.parallel.outer_steps:
         message = "outer steps average as many replicas as the run began with, so that it needs all its nodes"
         return Violation(_KEY, message, {"outer_steps": spec.parallel.outer_steps}, (_OFF,))

@@ -19,7 +19,7 @@ _EARLY = 60  # sbatch(1), --signal: it may come up to 60 seconds earlier than sp
 _WRITTEN = (
     *("job-name", "account", "partition", "qos", "time", "nodes", "ntasks", "ntasks-per-node", "gres", "gpus-per-node"),
     *("cpus-per-task", "mem", "constraint", "reservation", "nodelist", "exclude", "dependency", "signal", "chdir"),
-    *("output", "error", "open-mode", "exclusive", "requeue", "no-requeue", "array", "wrap"),
+    *("output", "error", "open-mode", "exclusive", "requeue", "no-requeue", "no-kill", "array", "wrap"),
 )
 """Options of sbatch that the launcher writes itself, or that would change what the job is."""
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=.*)?")
@@ -104,3 +104,18 @@ def slurm_extra(at: RuleContext) -> Iterator[Violation]:
             reason = "is not --OPTION or --OPTION=VALUE" if found is None else "is an option that the launcher writes"
             kept = tuple(other for other in slurm.extra if other != option) if slurm is not None else ()
             yield Violation("launcher.slurm.extra", f"{option!r} {reason}", fixes=({"launcher.slurm.extra": kept},))
+
+
+@rule("launcher.slurm_spare_nodes", "A run with launcher.slurm.spare_nodes can start again on them.")
+def slurm_spare_nodes(at: RuleContext) -> Iterator[Violation]:
+    """The script of the job starts a run of several nodes again; a run of one node ends with its node."""
+    slurm, nodes = _slurm(at), at.spec.cluster.nodes
+    if slurm is None or slurm.spare_nodes == 0 or not isinstance(nodes, int):
+        return
+    none = {"launcher.slurm.spare_nodes": 0}
+    if nodes == 1:
+        message = "a job whose run has one node ends with that node, as its script is there; Slurm queues it again"
+        yield Violation("launcher.slurm.spare_nodes", message, {"nodes": nodes}, (none,))
+    elif at.spec.launcher.max_restarts == 0:
+        message = "a spare node takes its place at a restart, but launcher.max_restarts is 0"
+        yield Violation("launcher.slurm.spare_nodes", message, {}, ({"launcher.max_restarts": 3}, none))

@@ -17,4 +17,9 @@ CASES = {
     "launcher.slurm_extra": Case(
         "launcher.slurm.extra=['--nodes=4']", "launcher.slurm.extra=['--mail-type=END','--spread-job']", _JOB
     ),
+    "launcher.slurm_spare_nodes": Case(
+        "launcher.slurm.spare_nodes=1 launcher.max_restarts=0",
+        "launcher.slurm.spare_nodes=1",
+        (*_JOB, "cluster.nodes=2", "cluster.devices_per_node=1"),
+    ),
 }
