@@ -15,7 +15,6 @@ from megalaunch.engine.hang_diagnostics import CHECKPOINT_GROUP
 from megalaunch.engine.mesh import world_timeout
 
 T = TypeVar("T")
-_ON_CPU = ("gloo", "fake")  # backends that take tensors of the CPU; the second is that of a simulated step
 _WRITING = datetime.timedelta(days=1)  # a disk may be slow; a rank that dies is detected at once
 
 
@@ -28,7 +27,7 @@ def coordination_group() -> dist.ProcessGroup | None:
         return None
     world = dist.group.WORLD
     assert world is not None
-    return world if dist.get_backend(world) in _ON_CPU else _separate_gloo_group(world)
+    return world if dist.get_backend(world) == "gloo" else _separate_gloo_group(world)
 
 
 @lru_cache(maxsize=1)
