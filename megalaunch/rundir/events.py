@@ -216,7 +216,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         "when a rank is slow in three checks in a row (`train.straggler_interval`), once for each cause",
         {
             "step": "step of the third check",
-            "cause": "`compute`: its device is slow; `data`: it waits for tokens",
+            "cause": "`compute`: its device is slow; `cpu`: it waits for a CPU; `data`: it waits for tokens",
             "ranks": "the slow ranks",
             "nodes": "numbers of their nodes",
             "places": "where they are: up to eight ranks with their hosts, or hosts",

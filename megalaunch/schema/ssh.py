@@ -21,8 +21,8 @@ class SshSpec:
     master_port: int = setting(29400, "First of two ports on node 0.", minimum=1, maximum=65534)
     replace_stragglers: bool = setting(
         False,
-        "Save and restart with a spare host in place of one whose devices compute slower than those of the others "
-        "(train.straggler_interval), or whose links are slower (launcher.preflight).",
+        "Save and restart with a spare host in place of one whose ranks compute slower than the others or wait for a "
+        "CPU (train.straggler_interval), or whose links are slower (launcher.preflight).",
     )
     connect_timeout: int = setting(10, "Time limit for connecting to a host.", "seconds", minimum=1, maximum=3600)
     environment: tuple[str, ...] = setting(

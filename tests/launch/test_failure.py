@@ -203,6 +203,10 @@ def test_slow_ranks_show_in_the_display():
         "warning: rank 1 (dp1) on n1 computes at 33% of the usual speed: look at clock, temperature and other "
         "processes there (3 checks in a row up to step 300)"
     )
+    assert event_message({**event, "speed": 0.2, "cause": "cpu"}) == (
+        "warning: rank 1 (dp1) on n1 waits for a CPU and trains 20% of the time: look at other processes and CPU "
+        "limits there (3 checks in a row up to step 300)"
+    )
     both = {"speed": 0.6, "cause": "data", "ranks": [1, 2], "places": ["all 2 ranks on n1"]}
     assert event_message({**event, **both}) == (
         "warning: all 2 ranks on n1 wait for tokens and train 60% of the time: look at the disk or mount of the data "

@@ -1,8 +1,8 @@
-"""Find stragglers: ranks whose device computes slower than those of the others, or that wait for their tokens.
+"""Find stragglers: ranks whose device computes slower than those of the others, or that wait for a CPU or their tokens.
 
 Step times do not tell who is slow, as every rank waits in collectives for the slowest. So each rank times the same
-matmuls at the same step, without a collective, and says how long it waited for data. Megatron-LM's counterpart is
-`log_straggler`.
+matmuls at the same step, without a collective, and says how long it waited for a CPU and for data. Megatron-LM's
+counterpart is `log_straggler`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
@@ -19,11 +20,12 @@ import torch
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.precision.policy import compute_dtype
+from megalaunch.engine.train.cpu_wait import CpuWait
 from megalaunch.engine.train.rank_sync import all_gather_numbers, all_gather_objects
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.schema import RunSpec
 
-Cause = Literal["compute", "data"]
+Cause = Literal["compute", "cpu", "data"]
 
 _CHECKS = 3  # in a row, so that one busy moment of a machine is no straggler
 _DEFAULT_INTERVAL = 100
@@ -33,35 +35,67 @@ _SHOWN = 8
 
 
 def time_matmuls(device: torch.device, dtype: torch.dtype, products: int) -> float:
-    """Return the seconds of equal matmuls on this device: the best of three rounds, after one to warm up."""
+    """Return the seconds of equal matmuls on this device: the best of three rounds, after one to warm up.
+
+    On CPUs those of the thread, without the time in which it waits for a CPU, which `CpuWait` measures.
+    """
     platform = platform_of(device)
+    clock = time.perf_counter if platform.has_streams else time.thread_time
     size = platform.probe_size
     values = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
     out = torch.empty_like(values)
     rounds = []
     for _ in range(_ROUNDS + 1):
         platform.synchronize(device)
-        started = time.perf_counter()
+        started = clock()
         for _ in range(products):
             torch.mm(values, values, out=out)
         platform.synchronize(device)
-        rounds.append(time.perf_counter() - started)
+        rounds.append(clock() - started)
     return min(rounds[1:])
 
 
-def find_slow_ranks(seconds: Sequence[float], waited: Sequence[float], threshold: float) -> Mapping[Cause, list[int]]:
-    """Return the ranks whose speed is below `threshold` of the usual one, by cause.
+@dataclass(frozen=True)
+class Check:
+    """What the ranks say at one check, in rank order.
 
-    Args:
-        seconds: of the probe on each rank; its speed is the median over its own.
-        waited: share of the time that each rank waited for data; its speed is 1 minus what it waits beyond the median.
-        threshold: `train.straggler_threshold`.
+    Attributes:
+        seconds: of the probe; the speed of a rank is the median over its own.
+        cpu_waits: share of the time that each rank waited for a CPU.
+        data_waits: share of the time that each rank waited for data.
     """
-    usual, usually_waited = median(seconds), median(waited)
-    return {
-        "compute": [rank for rank, mine in enumerate(seconds) if usual < threshold * mine],
-        "data": [rank for rank, mine in enumerate(waited) if 1 - (mine - usually_waited) < threshold],
-    }
+
+    seconds: Sequence[float]
+    cpu_waits: Sequence[float]
+    data_waits: Sequence[float]
+
+    def slow_ranks(self, threshold: float) -> Mapping[Cause, list[int]]:
+        """Return the ranks whose speed is below `threshold` (`train.straggler_threshold`) of the usual one, by cause.
+
+        Waits count beyond what is usual. On a machine that is too busy for all of its ranks these take turns in waiting
+        for a CPU, now one and now another: for this cause twice the wait of the others is usual.
+        """
+        usual, usual_wait = median(self.seconds), median(self.data_waits)
+        return {
+            "compute": [rank for rank, mine in enumerate(self.seconds) if usual < threshold * mine],
+            "cpu": [
+                rank
+                for rank, mine in enumerate(self.cpu_waits)
+                if 1 - (mine - 2 * self._cpu_wait_beside(rank)) < threshold
+            ],
+            "data": [rank for rank, mine in enumerate(self.data_waits) if 1 - (mine - usual_wait) < threshold],
+        }
+
+    def speed(self, cause: Cause, ranks: Sequence[int]) -> float:
+        """Return the speed of the slowest of these ranks."""
+        if cause == "compute":
+            return median(self.seconds) / max(self.seconds[rank] for rank in ranks)
+        waits = self.cpu_waits if cause == "cpu" else self.data_waits
+        return 1 - max(waits[rank] for rank in ranks)
+
+    def _cpu_wait_beside(self, rank: int) -> float:
+        """Return the median of the other ranks: among two ranks that of all would have half of the rank's own wait."""
+        return median([*self.cpu_waits[:rank], *self.cpu_waits[rank + 1 :]])
 
 
 class StragglerDetector:
@@ -80,6 +114,7 @@ class StragglerDetector:
         self._dtype, self._products = compute_dtype(spec.precision), 0
         self._slow: Counter[tuple[Cause, int]] = Counter()  # checks in a row
         self._elapsed = self._waited = 0.0  # since the last check
+        self._cpu_wait = CpuWait()
 
     def update(self, step: int, seconds: float, waited: float, record: RunLogger) -> None:
         """Count one step, and check all ranks if it is due.
@@ -93,28 +128,27 @@ class StragglerDetector:
         self._elapsed, self._waited = self._elapsed + seconds, self._waited + waited
         if not self._interval or step % self._interval:
             return
-        probed, shares = all_gather_numbers(self._mesh.device, self._time_probe(), self._waited / self._elapsed)
-        self._elapsed = self._waited = 0.0
-        for cause, ranks in find_slow_ranks(probed, shares, self._threshold).items():
+        check = self._check()
+        for cause, ranks in check.slow_ranks(self._threshold).items():
             self._count(cause, ranks)
             named = [rank for rank in ranks if self._slow[cause, rank] == _CHECKS]
             if named:
-                speed = (
-                    median(probed) / max(probed[rank] for rank in named)
-                    if cause == "compute"
-                    else 1 - max(shares[rank] for rank in named)
-                )
-                places = self._places(named)
-                nodes = sorted({rank // self._ranks_per_node for rank in named})
                 record.event(
                     "straggler",
                     step=step,
                     cause=cause,
                     ranks=named,
-                    nodes=nodes,
-                    places=places,
-                    speed=round(speed, 3),
+                    nodes=sorted({rank // self._ranks_per_node for rank in named}),
+                    places=self._places(named),
+                    speed=round(check.speed(cause, named), 3),
                 )
+
+    def _check(self) -> Check:
+        """Gather what all ranks have measured since the last check."""
+        waited = self._waited / self._elapsed
+        self._elapsed = self._waited = 0.0
+        mine = (self._time_probe(), self._cpu_wait.share(), waited)
+        return Check(*all_gather_numbers(self._mesh.device, *mine))
 
     def _time_probe(self) -> float:
         """Time as many matmuls as take 2 ms on most ranks: the same number on all of them."""

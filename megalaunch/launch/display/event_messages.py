@@ -118,6 +118,9 @@ def _slow_ranks(event: Record) -> str:
     several = "" if isinstance(ranks, list) and len(ranks) > 1 else "s"
     if event.get("cause") == "data":
         what = f"wait{several} for tokens and train{several} {part} of the time: look at the disk or mount of the data"
+    elif event.get("cause") == "cpu":
+        look = "look at other processes and CPU limits there"
+        what = f"wait{several} for a CPU and train{several} {part} of the time: {look}"
     else:
         what = f"compute{several} at {part} of the usual speed: look at clock, temperature and other processes there"
     return f"warning: {shown} {what} (3 checks in a row up to step {event.get('step')})"

@@ -285,7 +285,7 @@ class AttachedJob:
                 self._saves += 1
                 if self._saves % self._rejoin_every == 0:
                     self._starter.ask_lost()
-            computes_slower = event.get("event") == "straggler" and event.get("cause") == "compute"
+            computes_slower = event.get("event") == "straggler" and event.get("cause") in ("compute", "cpu")
             nodes = tuple(event["nodes"]) if computes_slower else tuple(event.get("slow_nodes") or ())
             if nodes and not self._stragglers and self._starter.may_replace_stragglers(nodes):
                 self._stragglers = nodes

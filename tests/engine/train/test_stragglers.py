@@ -1,4 +1,4 @@
-"""Ranks that compute slower than the others, or wait for their tokens, are named; one busy moment is no straggler."""
+"""Ranks that compute slower than the others, or wait for a CPU or for tokens, are named; one busy moment is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from looped_run import Rank, events, run_loop, ten_steps
 
 from megalaunch.engine.train import stragglers
-from megalaunch.engine.train.stragglers import find_slow_ranks, time_matmuls
+from megalaunch.engine.train.stragglers import Check, time_matmuls
 from megalaunch.schema import with_values
 
 EVERY_STEP = {"train.straggler_interval": 1, "train.straggler_threshold": 0.5}
@@ -31,7 +31,24 @@ DP3 = {
     ],
 )
 def test_speeds_are_compared_with_the_median(seconds, waited, compute, data):
-    assert find_slow_ranks(seconds, waited, 0.75) == {"compute": compute, "data": data}
+    check = Check(seconds, [0.0] * 4, waited)
+    assert check.slow_ranks(0.75) == {"compute": compute, "cpu": [], "data": data}
+
+
+@pytest.mark.parametrize(
+    ("waited", "slow"),
+    [
+        ([0.05, 0.35], []),  # a sixth of the checks with a fifth of a CPU for rank 1 are so; the others like the next
+        ([0.05, 0.55], [1]),
+        ([0.82, 0.35], []),  # two ranks of a machine with thirty processes on two cores
+        ([0.25, 0.74], []),
+        ([0.0, 0.3, 0.0, 0.0], [1]),
+        ([0.3, 0.0, 0.3, 0.3], []),
+    ],
+)
+def test_a_wait_for_a_cpu_counts_beyond_twice_that_of_the_others(waited, slow):
+    same = [1.0] * len(waited)
+    assert Check(same, waited, same).slow_ranks(0.75)["cpu"] == slow
 
 
 def test_the_probe_takes_longer_for_more_products():
@@ -47,6 +64,7 @@ def slow_on(rank: Rank, which: int, slow_calls: set[int]) -> None:
         return 3.0 if next(calls) in slow_calls and rank.rank == which else 1.0
 
     stragglers.time_matmuls = probe
+    stragglers.CpuWait.share = lambda _: 0.0  # whatever else runs on this machine
 
 
 def test_a_slow_device_is_named_after_three_checks_and_again_after_a_recovery(tmp_path):
@@ -63,23 +81,26 @@ def test_a_slow_device_is_named_after_three_checks_and_again_after_a_recovery(tm
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_its_tokens_is_named(tmp_path):
-    def slow_data(rank: Rank) -> None:
+def test_ranks_that_wait_for_a_cpu_or_for_tokens_are_named(tmp_path):
+    def slow(rank: Rank) -> None:
         stragglers.time_matmuls = lambda *_, **__: 1.0
+        stragglers.CpuWait.share = lambda _: 0.8 if rank.rank == 1 else 0.1
         if rank.rank == 2:
             rank.during("training", lambda _: time.sleep(0.5))
 
     spec = with_values(ten_steps(tmp_path), EVERY_STEP | DP3 | {"train.straggler_threshold": 0.9})
-    assert int(run_loop(spec, tmp_path / "run", slow_data).exit_code) == 0
-    first = events(tmp_path / "run", "straggler")[0]
-    assert (first["cause"], first["ranks"]) == ("data", [2])
-    assert first["speed"] < 0.9
+    assert int(run_loop(spec, tmp_path / "run", slow).exit_code) == 0
+    named = {event["cause"]: event for event in events(tmp_path / "run", "straggler")}
+    assert {cause: event["ranks"] for cause, event in named.items()} == {"cpu": [1], "data": [2]}
+    assert named["cpu"]["speed"] == 0.2
+    assert named["data"]["speed"] < 0.9
 
 
 @pytest.mark.slow
 def test_a_host_of_slow_ranks_is_one_place(tmp_path):
     def slow_host(rank: Rank) -> None:
         stragglers.time_matmuls = lambda *_, **__: 3.0 if rank.rank else 1.0
+        stragglers.CpuWait.share = lambda _: 0.0
         stragglers.median = min  # or two of three slow ranks would be the usual ones
         stragglers.socket.gethostname = lambda: "n1" if rank.rank else "n0"
 
