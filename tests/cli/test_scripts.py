@@ -259,7 +259,7 @@ def checkout(tmp_path):
         (tmp_path / "tests" / name).write_text(text)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/usr/bin/env bash\necho "${OMP_NUM_THREADS:-} $*"\n[[ $* != *"$FAILS"* ]]\n')
+    python.write_text('#!/usr/bin/env bash\necho "${OMP_NUM_THREADS:-} $*" | tee -a calls\n[[ $* != *"$FAILS"* ]]\n')
     python.chmod(0o755)
     made_from = f"{tmp_path}\n"
     for name in ("pyproject.toml", "constraints.txt"):
@@ -286,6 +286,7 @@ SELECTIONS = [([], "not slow and not gpu"), (["--all"], "not release and not gpu
 def test_three_tests_at_once_and_then_the_timed_ones(checkout, arguments, selection):
     calls, err, code = called(checkout, *arguments)
     assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
+    assert f"-m pytest -m {selection} --collect-only -qq\n" in (checkout / "calls").read_text()  # while these run
     assert calls[3:] == [
         f"1 -m pytest -m {selection} and not timed -n 3 --dist worksteal --durations=30",
         f"-m pytest -m {selection} and timed -n 2 --dist loadfile --durations=30 tests/test_b.py",

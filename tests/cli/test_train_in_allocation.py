@@ -84,7 +84,7 @@ def test_the_same_command_on_every_node_starts_one_run(tmp_path, variables):
     ],
 )
 def test_a_stop_signal_lets_the_workers_save(tmp_path, number, to_all):
-    nodes = start_nodes(tmp_path, slurm_step, FAKE_STEP_SECONDS="0.5")
+    nodes = start_nodes(tmp_path, slurm_step, is_forked=False, FAKE_STEP_SECONDS="0.5")
     directory = RunDirectory(tmp_path / "run")
     try:
         wait_until(lambda: directory.metrics.exists() and directory.metrics.stat().st_size > 0, 60)

@@ -34,7 +34,7 @@ def test_the_limit_is_named_on_one_node(tmp_path):
     assert re.search(MESSAGE, err)
 
 
-@pytest.mark.parametrize("worker", ["fake", "forked"])
+@pytest.mark.parametrize("worker", [pytest.param("fake", marks=pytest.mark.release), "forked"])
 def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
     run = run_of(tmp_path)
     with memory_cgroup(LIMIT) as group:
@@ -44,7 +44,8 @@ def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
 
         if worker == "fake":
             fault = {"FAKE_FAULT": "memory:1:7:2", "FAKE_STEP_SECONDS": "0.05"}
-            nodes = start_nodes(tmp_path, slurm_step, "launcher.max_restarts=1", start_within=limited, **fault)
+            settings = {"start_within": limited, "is_forked": False}  # a fork has the memory of this process, too
+            nodes = start_nodes(tmp_path, slurm_step, "launcher.max_restarts=1", **settings, **fault)
         else:
             write_faulty_step(tmp_path, rank=1, step=7, fault="self.taken = [b'1' * 2**24 for _ in range(1000)]")
             path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -25,6 +25,12 @@ from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.progress import read_progress
 
 
+@pytest.fixture
+def quick_replies(monkeypatch):
+    """A launcher, which is a fork of this process, waits 2 s in place of 10 for the stack of a rank that is stopped."""
+    monkeypatch.setattr("megalaunch.launch.hang.collective_traces.REPLY_SECONDS", 2.0)
+
+
 def test_a_run_to_its_end(tmp_path):
     code, out, err = run_fake(tmp_path, tiny_spec())
     assert (code, err) == (0, "")
@@ -137,7 +143,7 @@ def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["stop", pytest.param("hang", marks=pytest.mark.slow)])
-def test_a_hang_names_who_is_behind(tmp_path, kind):
+def test_a_hang_names_who_is_behind(tmp_path, quick_replies, kind):
     spec = tiny_spec(launcher__hang_timeout=1.5, launcher__max_restarts=1)
     code, out, err = run_fake(tmp_path, spec, FAKE_FAULT=f"{kind}:1:7")
     assert (code, err) == (0, "")
@@ -146,7 +152,7 @@ def test_a_hang_names_who_is_behind(tmp_path, kind):
 
 
 @pytest.mark.slow  # a hang above, and restarts used up by crashes
-def test_a_hang_without_restarts_left(tmp_path):
+def test_a_hang_without_restarts_left(tmp_path, quick_replies):
     spec = tiny_spec(launcher__hang_timeout=1.5, launcher__max_restarts=0)
     code, _, err = run_fake(tmp_path, spec, FAKE_FAULT="stop:0:7:9")
     assert code == ExitCode.HANG
@@ -275,11 +281,11 @@ def test_a_run_directory_that_becomes_read_only(tmp_path):
 
 def test_ranks_that_are_silent_while_the_storage_fails_do_not_hang(tmp_path):
     directory = run_of(tmp_path)
-    limits = {"launcher__hang_timeout": 2.0, "launcher__step_timeout": 2.0}
+    limits = {"launcher__hang_timeout": 1.5, "launcher__step_timeout": 1.5}
     with launched(tmp_path, tiny_spec(train__steps=100, **limits), FAKE_WAIT_FOR_STORAGE="1") as process:
         wait_until(lambda: len(steps_of(directory)) > 10)
         with read_only(directory.root):
-            time.sleep(7)
+            time.sleep(5)  # three times the limit
             assert process.poll() is None
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -289,7 +295,7 @@ def test_ranks_that_are_silent_while_the_storage_fails_do_not_hang(tmp_path):
 
 def test_a_worker_that_dies_of_failing_storage_starts_again_when_it_is_back(tmp_path):
     directory = run_of(tmp_path)
-    with launched(tmp_path, tiny_spec(train__steps=300)) as process:
+    with launched(tmp_path, tiny_spec(train__steps=100)) as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         with read_only(directory.root):
             time.sleep(3)

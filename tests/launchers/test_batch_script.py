@@ -168,6 +168,8 @@ def programs(folder: Path, **texts: str) -> None:
         (folder / name).chmod(0o755)
 
 
+HELD_BACK = "0.3"
+"""Seconds for which the tested script holds a signal back, in place of one: what gets it is a shell that listens."""
 ENDLESS = "while :; do /bin/sleep 0.05; done"
 
 
@@ -175,7 +177,9 @@ def ran_with_signals(folder: Path, *sent: tuple[str, int], restarts: int = 0, **
     """The exit code and output of a job to which a signal is sent as soon as a file of its folder is there."""
     (folder / "run/checkpoints").mkdir(parents=True)
     script = folder / "job.sbatch"
-    script.write_text(batch_script(job_of(directory=folder / "run", **options), OUTPUT).replace("sleep 60", ":"))
+    text = batch_script(job_of(directory=folder / "run", **options), OUTPUT)
+    assert "sleep 1;" in text
+    script.write_text(text.replace("sleep 60", ":").replace("sleep 1;", f"sleep {HELD_BACK};"))
     (folder / "run/logs").mkdir()
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts)}
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -219,10 +223,10 @@ def test_a_save_without_a_warning_ends_the_job(tmp_path):
 def test_a_stop_reaches_the_launchers_once_and_ends_the_job(max_restarts, code, tmp_path):
     """A warning during the save would be a second signal, after which they end without a checkpoint.
 
-    The save takes longer than the second for which the script holds a signal back.
+    The save takes longer than the time for which the script holds a signal back.
     """
     save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
-    programs(tmp_path, srun=f"echo >> starts; {save}; /bin/sleep 2.5; exit {code}", scontrol="touch requeued")
+    programs(tmp_path, srun=f"echo >> starts; {save}; /bin/sleep 1; exit {code}", scontrol="touch requeued")
     signals = (("started", signal.SIGUSR2), ("saving", signal.SIGUSR1))
     ended = 75 if max_restarts else code  # a script that restarts knows that nothing but the stop ended the job
     assert ran_with_signals(tmp_path, *signals, max_restarts=max_restarts) == (ended, "")
@@ -232,7 +236,7 @@ def test_a_stop_reaches_the_launchers_once_and_ends_the_job(max_restarts, code, 
 
 def test_a_stop_after_a_warning_lets_the_save_finish_and_the_job_is_not_queued_again(tmp_path):
     save = "trap 'echo >> saves; touch saving' USR1; touch started; until [ -e saving ]; do /bin/sleep 0.05; done"
-    programs(tmp_path, srun=f"{save}; /bin/sleep 2.5; exit 75", scontrol="touch requeued")
+    programs(tmp_path, srun=f"{save}; /bin/sleep 1; exit 75", scontrol="touch requeued")
     assert ran_with_signals(tmp_path, ("started", signal.SIGUSR1), ("saving", signal.SIGUSR2)) == (75, "")
     assert (tmp_path / "saves").read_text() == "\n"
     assert not (tmp_path / "requeued").exists()
@@ -242,8 +246,8 @@ def test_a_stop_after_a_warning_lets_the_save_finish_and_the_job_is_not_queued_a
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1])
 def test_a_signal_between_two_starts_of_srun_prevents_the_next(moment, number, tmp_path):
     """It comes while sinfo runs, or in the pause: a stop ends the job, with its own code; a warning queues it again."""
-    asked = "touch asked; /bin/sleep 1; echo allocated" if moment == "sinfo" else "echo allocated"
-    pause = f'[ "$1" = 1 ] || {{ {"touch asked" if moment == "pause" else ":"}; exec /bin/sleep 60; }}'
+    asked = "touch asked; /bin/sleep 0.5; echo allocated" if moment == "sinfo" else "echo allocated"
+    pause = f'[ "$1" = {HELD_BACK} ] || {{ {"touch asked" if moment == "pause" else ":"}; exec /bin/sleep 60; }}'
     srun = "echo >> starts; mkdir run/checkpoints/step_00000080; touch run/outcome.json; exit 5"
     programs(tmp_path, srun=srun, sinfo=asked, sleep=pause)
     programs(tmp_path, scontrol="touch requeued")
@@ -263,13 +267,13 @@ def test_a_signal_between_two_starts_of_srun_prevents_the_next(moment, number, t
 
 
 def test_a_stop_while_sinfo_runs_prevents_a_requeue(tmp_path):
-    programs(tmp_path, srun="exit 5", sinfo="touch asked; /bin/sleep 1; echo down", scontrol="touch requeued")
+    programs(tmp_path, srun="exit 5", sinfo="touch asked; /bin/sleep 0.5; echo down", scontrol="touch requeued")
     assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2)) == (75, "")
     assert not (tmp_path / "requeued").exists()
 
 
 def test_a_stop_before_a_start_of_srun_prevents_it(tmp_path):
-    programs(tmp_path, srun="echo >> starts; exit 5", sinfo="", date="touch asked; /bin/sleep 1; echo 1.5")
+    programs(tmp_path, srun="echo >> starts; exit 5", sinfo="", date="touch asked; /bin/sleep 0.5; echo 1.5")
     assert ran_with_signals(tmp_path, ("asked", signal.SIGUSR2))[0] == 75
     assert (tmp_path / "starts").read_text() == "\n"
 

@@ -17,7 +17,6 @@ from fake_kubectl import FakeKubectl
 from launching import steps_of, wait_until
 from mini_kubelet import running_pods
 from mini_kubernetes import mini_kubernetes
-from slow_cases import slow_but
 from training import tiny_overrides
 from typer.testing import CliRunner
 
@@ -53,7 +52,8 @@ def undisturbed(tmp_path_factory):
     return losses_of(RunDirectory(folder / "run"))
 
 
-@pytest.mark.parametrize("kind", slow_but(["job", "jobset"], every=["jobset"]))
+@pytest.mark.release  # in a real API server, below, a pod of a JobSet is killed too
+@pytest.mark.parametrize("kind", ["job", "jobset"])
 def test_a_killed_pod_is_replaced_with_the_losses_of_an_undisturbed_run(cluster, tmp_path, undisturbed, kind):
     run = RunDirectory(tmp_path / "run")
     code, output = call(tmp_path, "train", *tiny_overrides(tmp_path, *pods(kind)), "--detach")
@@ -68,6 +68,7 @@ def test_a_killed_pod_is_replaced_with_the_losses_of_an_undisturbed_run(cluster,
     assert losses_of(run) == undisturbed
 
 
+@pytest.mark.release  # as is the stop
 def test_stop_lets_the_pods_save_and_the_command_continues(cluster, tmp_path, undisturbed):
     run = RunDirectory(tmp_path / "run")
     overrides = tiny_overrides(tmp_path, *pods("job"))

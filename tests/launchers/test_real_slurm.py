@@ -68,6 +68,7 @@ def test_a_run_has_the_losses_of_an_undisturbed_one_after_a_killed_agent_and_a_r
     assert losses_of(run) == losses_of(local)
 
 
+@pytest.mark.release  # stand-ins for its commands hold the stop of a run, and real Slurm that of shards
 def test_stop_saves_and_the_job_is_not_queued_again(slurm, tmp_path):
     run = RunDirectory(tmp_path / "run/run")
     overrides = overrides_of(tmp_path, "launcher=slurm", "cluster.nodes=2", "train.steps=2000")

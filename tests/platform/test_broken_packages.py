@@ -51,6 +51,8 @@ COMMANDS = {
 }
 GROUPS = {"overrides": "megalaunch.overrides", "autoload": "torch.backends"}
 QUICK = ("validate-config", "plan", "train")
+RELEASE = (pytest.mark.slow, pytest.mark.release)
+"""Of further commands with an entry that another command names already."""
 REPAIR = "repair or uninstall that package"
 ON_CPU = "(vendor 1.0), which replaces kernels.rms_norm.rms_norm on cpu,"
 
@@ -95,12 +97,13 @@ CASES = {
         ("vendor.platform:NO_CLASS", ("plan",)),
         ("vendor.overrides:ABSENT", ("train",)),
         ("vendor.overrides:NO_FUNCTION", ("validate-config",)),
-        pytest.param("vendor.overrides:NARROW", QUICK, marks=pytest.mark.slow),
+        pytest.param("vendor.overrides:NARROW", QUICK, marks=RELEASE),
         # What only an import shows.
         pytest.param("vendor.overrides:BROKEN", ("doctor", "platform"), marks=pytest.mark.slow),
-        pytest.param("vendor.fails:PLUGIN", ("platform",), marks=pytest.mark.slow),
-        pytest.param("vendor.platform:NO_CLASS", ("doctor", "platform"), marks=pytest.mark.slow),
-        pytest.param("vendor.overrides:NARROW", ("doctor", "platform"), marks=pytest.mark.slow),
+        pytest.param("vendor.fails:PLUGIN", ("platform",), marks=RELEASE),
+        pytest.param("vendor.platform:NO_CLASS", ("doctor", "platform"), marks=RELEASE),
+        pytest.param("vendor.overrides:NARROW", ("platform",), marks=pytest.mark.slow),
+        pytest.param("vendor.overrides:NARROW", ("doctor",), marks=RELEASE),
     ],
 )
 def test_every_command_says_what_is_wrong(tmp_path, entry, names):

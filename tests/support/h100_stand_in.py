@@ -48,10 +48,12 @@ def on_h100(devices: int, folder: Path, *command: str) -> subprocess.CompletedPr
     )
 
 
-def start_on_h100(devices: int, folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
-    """Start megalaunch so, with further variables: not as a fork, whose command line and variables are others."""
+def start_on_h100(
+    devices: int, folder: Path, *command: str, is_forked: bool = True, **more: str
+) -> subprocess.Popen[str]:
+    """Start megalaunch so, with further variables; /proc shows those, and its command line, unless it is a fork."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", _PROGRAM, str(devices), *command],
+        [sys.executable, *([] if is_forked else ["-u"]), "-c", _PROGRAM, str(devices), *command],
         cwd=folder,
         env=environment(**more),
         stdout=subprocess.PIPE,

@@ -81,15 +81,17 @@ def start_nodes(
     variables: Callable[[int, int], dict[str, str]],
     *more: str,
     start_within: StartWithin = nullcontext,
+    is_forked: bool = True,
     **environment: str,
 ) -> list[subprocess.Popen[str]]:
-    """Two nodes with fake workers, each by the same command."""
+    """Two nodes with fake workers, each by the same command; see `start_on_h100` for `is_forked`."""
     port = free_ports()
     overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more)
     nodes = []
     for node in range(2):
         with start_within(node):
-            nodes.append(start_on_h100(0, folder, "train", *overrides, **variables(node, port), **environment))
+            of_node = {"is_forked": is_forked, **variables(node, port), **environment}
+            nodes.append(start_on_h100(0, folder, "train", *overrides, **of_node))
     return nodes
 
 
