@@ -109,7 +109,7 @@ def local_shared(at: RuleContext) -> Iterator[Violation]:
     """All nodes share the run directory's file system, which local checkpoints are to relieve."""
     local, directory = at.spec.checkpoint.local, at.spec.run.directory
     folder = expand_node_path(local.path or "") if local.interval > 0 else None
-    if folder is None or directory is None or at.machine is None or int(at.spec.cluster.nodes) < 2:
+    if folder is None or directory is None or at.machine is None or at.spec.cluster.nodes in ("auto", 1):
         return
     if _device(folder) is not None and _device(folder) == _device(Path(directory).expanduser()):
         yield Violation(
@@ -144,9 +144,9 @@ def _too_large(
 ) -> Iterator[Violation]:
     """Yield a violation if the checkpoints of a tier do not fit into its folder on this machine."""
     folder, size = expand_node_path(settings.path or ""), node_checkpoint_bytes(at.spec)
-    count = node_parts_at_once(at.spec, settings)
-    if folder is None or size is None or not count or at.local_machine is None:
+    if folder is None or size is None or not settings.interval or at.local_machine is None:
         return
+    count = node_parts_at_once(at.spec, settings)
     free = at.local_machine.free_disk(folder)
     if free is None:
         return
