@@ -15,7 +15,8 @@ from several_nodes import ended_processes, slurm_step, start_nodes, start_traini
 from megalaunch.rundir.outcome import read_outcome
 
 pytestmark = pytest.mark.slow
-LIMIT = 900 * 10**6  # an agent that has imported torch takes 400 MB: the worker is the largest process
+LIMIT = 900 * 10**6  # an agent that has imported torch takes 400 MB
+TAKE_MEMORY = "self.taken = [b'1' * 2**24 for _ in range(1000)]"
 MESSAGE = r"killed by the kernel for memory: limit of its cgroup 90\d.\d MB, peak 90\d.\d MB"
 
 
@@ -47,7 +48,8 @@ def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
             settings = {"start_within": limited, "is_forked": False}  # a fork has the memory of this process, too
             nodes = start_nodes(tmp_path, slurm_step, "launcher.max_restarts=1", **settings, **fault)
         else:
-            write_faulty_step(tmp_path, rank=1, step=7, fault="self.taken = [b'1' * 2**24 for _ in range(1000)]")
+            fault = f"open('/proc/self/oom_score_adj', 'w').write('1000'); {TAKE_MEMORY}"
+            write_faulty_step(tmp_path, rank=1, step=7, fault=fault)
             path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
             nodes = start_training_nodes(
                 tmp_path, "launcher.max_restarts=1", shared=tmp_path, start_within=limited, PYTHONPATH=path
