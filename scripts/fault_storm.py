@@ -16,10 +16,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
+from fault_times import percentiles  # noqa: E402
 from same_run import differences  # noqa: E402
 from struck_run import ENDLESS, KINDS, RANKS, Result, Strike, StruckRun, StruckRunError  # noqa: E402
 from training import train_tiny  # noqa: E402
@@ -33,6 +34,7 @@ MAY_BE_EARLY = ("worker_killed", "agent_killed", "launcher_killed", "preempted")
 EARLY = 0.3  # the share of these that strikes while the run restarts after the fault before
 FEWEST_STEPS = {"rank_stopped": 40}  # the launcher knows the usual time of a step by then
 MOST_STEPS = 40  # from one fault to the next
+LAST_SECONDS = 900.0  # for the fault that strikes last, and the end of the run
 
 
 def make_schedule(faults: int, seed: int) -> list[Strike]:
@@ -53,20 +55,19 @@ def make_schedule(faults: int, seed: int) -> list[Strike]:
     return strikes
 
 
-def percentiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return p50 and p95."""
-    cuts = quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 19
-    return cuts[9], cuts[18]
-
-
 def run_storm(folder: Path, faults: int, seed: int, minutes: float) -> list[str]:
-    """Run a storm in a folder and print its table; return what is wrong with the end of the run."""
+    """Run a storm in a folder and print its table; return what is wrong with the end of the run.
+
+    After `minutes` no fault strikes any more.
+    """
     strikes, results, shared = make_schedule(faults, seed), list[Result](), folder / "shared"
     (folder / "struck").mkdir()
-    struck, began = StruckRun(folder / "struck", shared, minutes * 60), time.monotonic()
+    struck, began = StruckRun(folder / "struck", shared, minutes * 60 + LAST_SECONDS), time.monotonic()
     try:
         struck.launch(async_save=False)
         for number, strike in enumerate(strikes):
+            if time.monotonic() - began > minutes * 60:
+                break
             is_last = number + 1 == len(strikes)
             results.append(struck.strike(strike, wait=is_last or strikes[number + 1].steps > 0))
             with (folder / "faults.jsonl").open("a") as file:
@@ -88,7 +89,7 @@ def run_storm(folder: Path, faults: int, seed: int, minutes: float) -> list[str]
     usual = median(line["step_seconds"] for line in read_lines(undisturbed.metrics) if "step_seconds" in line)
     print("\n".join(table(results)))
     print(
-        f"{faults} faults (seed {seed}) in {last_step} steps on {RANKS} ranks and {wall:.0f} s: "
+        f"{len(results)} faults (seed {seed}) in {last_step} steps on {RANKS} ranks and {wall:.0f} s: "
         f"goodput {last_step * usual / wall:.0%}, as a step takes {usual * 1000:.0f} ms without faults"
     )
     return problems or differences(struck.directory, undisturbed, last_step)
@@ -121,8 +122,8 @@ def table(results: Sequence[Result]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run a storm; return 0, or 1 if the run did not end as the one without faults."""
     parser = argparse.ArgumentParser("scripts/faults --storm", description=__doc__)
-    parser.add_argument("--faults", type=int, default=50, help="number of faults (50)")
-    parser.add_argument("--minutes", type=float, default=20, help="time limit of the run (20)")
+    parser.add_argument("--faults", type=int, default=50, help="most faults (50)")
+    parser.add_argument("--minutes", type=float, default=20, help="no fault strikes later (20)")
     parser.add_argument("--seed", type=int, default=1, help="of kinds, ranks and moments (1)")
     parser.add_argument("--out", type=Path, help="a new folder for both runs, kept afterwards")
     given = parser.parse_args(arguments)

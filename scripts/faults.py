@@ -1,26 +1,27 @@
-"""Run the tests of the faults of scripts/faults.yaml, or measure how fast a crash and a hang are found.
+"""Run the tests of the faults of scripts/faults.yaml, or measure how fast they are noticed and survived.
 
-    scripts/faults [F1...]         run their tests, slow ones too; exit code 1 if one fails
-    scripts/faults --table         write the table of docs/reliability.md
-    scripts/faults --measure N     kill a worker N times in a tiny run, stop one N times in another; print p50 and p95
-    scripts/faults --storm         strike one tiny run with fifty faults, and compare its end (--help: more options)
+    scripts/faults [F1...]              run their tests, slow ones too; exit code 1 if one fails
+    scripts/faults --table              write the table of docs/reliability.md
+    scripts/faults --measure N [F1...]  make each fault N times, keep its times in scripts/fault_times.yaml
+    scripts/faults --storm              strike one tiny run with fifty faults, compare its end (--help: more options)
 
 Everything happens in processes of its own on this machine, over the loopback interface.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from fault_times import Times, keep_times, measure_strikes, measure_test, measured_where, read_times  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -30,7 +31,16 @@ LIMIT = 900  # seconds for the tests of one fault
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, and what happens; `reason` says why no test proves it, `release` why all of them take a release."""
+    """A fault, and what happens.
+
+    Attributes:
+        reason: why no test proves it.
+        release: why all of its tests run only before a release.
+        strike: the kind of the storm's strikes whose times are its own.
+        timed: else the test that records its times.
+        untimed: else why it has none.
+        limits: what its times depend on.
+    """
 
     name: str
     fault: str
@@ -38,6 +48,10 @@ class Case:
     reason: str = ""
     release: str = ""
     tests: list[str] = field(default_factory=list)
+    strike: str = ""
+    timed: str = ""
+    untimed: str = ""
+    limits: str = ""
 
 
 def cases() -> list[Case]:
@@ -46,9 +60,17 @@ def cases() -> list[Case]:
 
 
 def table() -> str:
-    """Return the table of the page."""
-    rows = [f"| {case.name} | {case.fault} | {case.happens or f'**open**: {case.reason}'} |\n" for case in cases()]
-    return "".join(["| case | fault | what happens |\n", "| --- | --- | --- |\n", *rows])
+    """Return the table of the page, and where its times were measured."""
+    times, rows = read_times(), list[str]()
+    for case in cases():
+        taken = times.get(case.name, Times())
+        noticed = case.untimed or taken.cell("noticed")
+        later = "; ".join(f"{name} {taken.cell(name)}" for name in ("next step", "end") if name in taken.seconds)
+        limits = f" ({case.limits})" if case.limits else ""
+        happens = case.happens or f"**open**: {case.reason}"
+        rows.append(f"| {case.name} | {case.fault} | {happens} | {noticed} | {later}{limits} |\n")
+    head = "| case | fault | what happens | noticed: p50, p95 | next step or end: p50, p95 |\n"
+    return "".join([head, "| --- | --- | --- | --- | --- |\n", *rows, f"\n{measured_where(times.values())}\n"])
 
 
 def write_table() -> None:
@@ -78,43 +100,21 @@ def run(names: Sequence[str]) -> int:
     return int(failed)
 
 
-def measure(times: int) -> None:
-    """Kill a worker `times` times, then stop one as often; print how long it took to notice and to train again."""
-    from fault_storm import percentiles
+def measure(names: Sequence[str], count: int) -> None:
+    """Measure the times of these faults (of all, without names), keep them, and print p50 and p95."""
+    chosen = [case for case in cases() if not names or case.name in names]
 
-    for number, name in ((signal.SIGKILL, "crash"), (signal.SIGSTOP, "hang")):
-        with tempfile.TemporaryDirectory() as folder:
-            found = strike(Path(folder), number, times)
-        for index, what in enumerate((f"{name} noticed", f"{name} to the next step")):
-            seconds = [pair[index] for pair in found]
-            p50, p95 = percentiles(seconds)
-            print(f"{what:<24} p50 {p50:5.1f} s  p95 {p95:5.1f} s  max {max(seconds):5.1f} s  n {times}", flush=True)
+    def keep(measured: Mapping[str, Times]) -> None:
+        keep_times(measured)
+        for name, times in measured.items():
+            shown = (f"{what} {times.cell(what)}" for what in times.seconds)
+            print(f"{name:<4} p50, p95 of {count}: {'; '.join(shown)}", flush=True)
 
-
-def strike(folder: Path, number: signal.Signals, times: int) -> list[tuple[float, float]]:
-    """Send a signal to rank 1 of a tiny run again and again: (seconds until noticed, until a new step) of each."""
-    from launching import events_of, steps_of, wait_until
-    from training import training
-
-    from megalaunch.rundir.paths import RunDirectory
-    from megalaunch.rundir.progress import read_progress
-
-    directory, found = RunDirectory(folder / "run"), list[tuple[float, float]]()
-    with training(folder, "train.steps=100000", "launcher.max_restarts=3", "launcher.restart_backoff=0"):
-        for strikes in range(times):
-            first = max(steps_of(directory), default=0)
-            wait_until(lambda: max(steps_of(directory), default=0) > first + 30, 120)  # noqa: B023
-            progress = read_progress(directory.progress(1))
-            assert progress is not None, "it has trained"
-            began = time.monotonic()
-            os.kill(progress.pid, number)
-            wait_until(lambda: len(events_of(directory, "worker_failed")) > strikes, 120)  # noqa: B023
-            noticed = time.monotonic() - began
-            wait_until(lambda: len(events_of(directory, "resumed")) > strikes, 120)  # noqa: B023
-            resumed = max(steps_of(directory), default=0)
-            wait_until(lambda: max(steps_of(directory), default=0) > resumed, 120)  # noqa: B023
-            found.append((noticed, time.monotonic() - began))
-    return found
+    if strikes := {case.name: case.strike for case in chosen if case.strike}:
+        keep(measure_strikes(strikes, count))
+    for case in chosen:
+        if case.timed:
+            keep({case.name: measure_test(case.timed, count)})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -123,8 +123,8 @@ def main(arguments: Sequence[str]) -> int:
     match list(arguments):
         case ["--table"]:
             write_table()
-        case ["--measure", count] if count.isdigit() and int(count) > 1:
-            measure(int(count))
+        case ["--measure", count, *names] if count.isdigit() and int(count) > 1 and known.issuperset(names):
+            measure(names, int(count))
         case ["--storm", *options]:
             from fault_storm import main as storm
 

@@ -82,7 +82,7 @@ def assert_delayed(directory: RunDirectory, out: str, undisturbed: RunDirectory)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [FULL, READ_ONLY, "unmounted"])
-def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, fault):
+def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, fault, record_property):
     """It fails for longer than the limit of a hang, while metrics are written."""
     faults = {"full": lambda: full(small_disk), "unmounted": lambda: unmounted(small_disk)}
     directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
@@ -90,12 +90,17 @@ def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, faul
     with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
         with faults.get(fault, lambda: read_only(directory.root))():
+            struck = time.time()
             time.sleep(SECONDS)
             before = len(steps_of(directory))
             assert process.poll() is None
+        ended = time.monotonic()
+        wait_until(lambda: len(steps_of(directory)) > before, 60)
+        record_property("next step", time.monotonic() - ended)
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert before < 150
+    record_property("noticed", min(event["time"] for event in events_of(directory, "storage_wait")) - struck)
     assert train_tiny(tmp_path, f"run.directory={undisturbed.root}", *overrides)[0] == 0
     assert_delayed(directory, out, undisturbed)
     back = events_of(directory, "storage_back")

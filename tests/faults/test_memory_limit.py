@@ -24,7 +24,7 @@ def is_named(event: dict[str, object]) -> bool:
     return event["exception"] == "SIGKILL" and re.fullmatch(MESSAGE, str(event["message"])) is not None
 
 
-def test_the_limit_is_named_on_one_node(tmp_path):
+def test_the_limit_is_named_on_one_node(tmp_path, record_property):
     fault = {"FAKE_FAULT": "memory:1:7"}
     with memory_cgroup(LIMIT) as group, contextlib.ExitStack() as stack:
         with group.joined():
@@ -32,6 +32,7 @@ def test_the_limit_is_named_on_one_node(tmp_path):
         _, err = process.communicate(timeout=60)
     (killed,) = filter(is_named, events_of(run_of(tmp_path), "worker_failed"))
     assert (killed["rank"], killed["step"]) == (1, 7)
+    record_property("noticed", killed["time"] - run_of(tmp_path).metrics.stat().st_mtime)
     assert re.search(MESSAGE, err)
 
 

@@ -98,7 +98,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "name", ["another_collective", *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAULTS)[1:])]
 )
-def test_a_rank_that_falls_out_of_step(tmp_path, shared, name):
+def test_a_rank_that_falls_out_of_step(tmp_path, shared, name, record_property):
     layout, rank, coordinates, fault, said = FAULTS[name]
     write_faulty_step(tmp_path, rank, step=4, fault=fault)
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -113,3 +113,6 @@ def test_a_rank_that_falls_out_of_step(tmp_path, shared, name):
     assert read_outcome(directory.outcome).details["rank"] == rank
     assert running(worker_pids(directory)) == []
     assert max(steps_of(directory)) == 3
+    struck = directory.metrics.stat().st_mtime  # the line of step 3
+    record_property("noticed", events_of(directory, "worker_failed")[0]["time"] - struck)
+    record_property("end", events_of(directory, "outcome")[0]["time"] - struck)

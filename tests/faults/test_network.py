@@ -54,7 +54,9 @@ def on_hosts(run: RunDirectory) -> list[int]:
     return processes(str(run.root), "megalaunch.engine.agent")
 
 
-def test_a_cut_link_is_a_lost_node_and_only_the_new_workers_write(hosts, tmp_path, shared, undisturbed):
+def test_a_cut_link_is_a_lost_node_and_only_the_new_workers_write(
+    hosts, tmp_path, shared, undisturbed, record_property
+):
     """Host 0 is cut off, whose rank writes the checkpoints: from the other host, and from who launched the run."""
     run = RunDirectory(tmp_path / "run")
     with by_ssh(hosts, tmp_path, shared) as train:
@@ -64,8 +66,12 @@ def test_a_cut_link_is_a_lost_node_and_only_the_new_workers_write(hosts, tmp_pat
         assert len(stale) == 4
         wait_until(lambda: not set(stale) & set(on_hosts(run)), STALE_SECONDS)
         ended = time.time()
+        record_property("noticed", time.monotonic() - began)
         time.sleep(max(0.0, began + 14 - time.monotonic()))
         hosts.heal(0)
+        before = len(steps_of(run))
+        wait_until(lambda: len(steps_of(run)) > before, 120)
+        record_property("next step", time.monotonic() - began)
         output, _ = train.communicate(timeout=180)
     assert train.returncode == 0, output
     first, *later = [event["time"] for event in events_of(run, "phase") if event["phase"] == "joining"]

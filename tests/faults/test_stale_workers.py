@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def contents(directory: RunDirectory) -> dict[str, tuple[int, bytes]]:
 
 @pytest.mark.timed
 @pytest.mark.slow
-def test_a_worker_that_was_stopped_in_mid_save(tmp_path):
+def test_a_worker_that_was_stopped_in_mid_save(tmp_path, record_property):
     directory = RunDirectory(tmp_path / "run")
     assert train_tiny(tmp_path, f"train.steps={STEPS}", "train.exit_at_step=5", "cluster.devices_per_node=1")[0] == 0
     write_spec(with_value(read_spec(directory.spec), {"train.exit_at_step": None}), directory.spec)
@@ -54,7 +55,9 @@ def test_a_worker_that_was_stopped_in_mid_save(tmp_path):
         assert read_outcome(directory.outcome).step == STEPS
         before = contents(directory)
         os.kill(worker, signal.SIGCONT)
+        began = time.monotonic()
         old.wait(timeout=120)
+        record_property("end", time.monotonic() - began)
     finally:
         kill_all(descendants(old.pid), 5)
         old.kill()

@@ -17,7 +17,7 @@ INTERVAL = 40
 
 
 @pytest.mark.slow
-def test_a_frozen_checkpoint_folder_delays_the_save(tmp_path):
+def test_a_frozen_checkpoint_folder_delays_the_save(tmp_path, record_property):
     directory = RunDirectory(tmp_path / "run")
     limits = (f"launcher.hang_timeout={HANG_SECONDS}", "launcher.start_timeout=300", "launcher.max_restarts=0")
     saves = ("checkpoint.async_save=true", f"checkpoint.interval={INTERVAL}", "train.validation_interval=0")
@@ -25,10 +25,12 @@ def test_a_frozen_checkpoint_folder_delays_the_save(tmp_path):
         with training(tmp_path, "train.steps=100000", *limits, *saves) as process:
             wait_until(lambda: events_of(directory, "checkpoint"), 180)
             with frozen(directory.checkpoints):
+                struck = time.time()
                 saved = [event["step"] for event in events_of(directory, "checkpoint")]
                 stuck = saved[-1] + INTERVAL  # the save of this step cannot end
                 wait_until(lambda: steps_of(directory)[-1] >= stuck + INTERVAL // 2, 120)  # training continues
                 (wait,) = wait_until(lambda: events_of(directory, "storage_wait"), 60)
+                record_property("noticed", wait["time"] - struck)
                 wait_until(lambda: steps_of(directory)[-1] >= stuck + INTERVAL - 1, 120)  # up to the next save
                 time.sleep(2 * HANG_SECONDS)
                 assert process.poll() is None

@@ -140,11 +140,13 @@ def test_the_name_of_a_pod_may_appear_late(directory, place):
     assert error.value.exit_code == 5  # it was waited for as long as for a start
 
 
-def test_another_program_on_the_port_is_named(directory, place):
+def test_another_program_on_the_port_is_named(directory, place, record_property):
     with socket.create_server(("127.0.0.1", place.port)) as server:
         threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0\n"), daemon=True).start()
+        began = time.monotonic()
         with pytest.raises(JoinError, match="is not node 0 of this run: another program uses the port"):
             wait(directory, place)
+        record_property("noticed", time.monotonic() - began)
 
 
 def test_what_no_wait_can_mend_is_said_within_15_seconds():

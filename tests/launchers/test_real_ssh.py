@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def restarts_of(run):
 
 
 @pytest.mark.slow
-def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(hosts, tmp_path):
+def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(hosts, tmp_path, record_property):
     run = RunDirectory(tmp_path / "run/run")
     three = "launcher.ssh.hosts=[node0,node1,spare]"
     with started(tmp_path, *overrides_of(tmp_path, *hosts, three, "launcher.max_restarts=2")) as train:
@@ -52,8 +53,12 @@ def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(h
         assert (code, "RUNNING (held by process" in output) == (0, True), output
         (agent,) = agents(run, "--node-rank=1")
         os.kill(agent, signal.SIGKILL)
+        began = time.monotonic()
         wait_until(lambda: len(restarts_of(run)) == 1, 60)
+        record_property("noticed", time.monotonic() - began)
         before = len(steps_of(run))
+        wait_until(lambda: len(steps_of(run)) > before, 60)
+        record_property("next step", time.monotonic() - began)
         wait_until(lambda: len(steps_of(run)) > before + 12, 60)
         (command,) = [pid for pid in processes(str(run.root), "-m megalaunch train") if _rank_of(pid) == b"0"]
         os.kill(parent_of(command), signal.SIGKILL)  # what ssh started on node 0
@@ -122,13 +127,21 @@ def test_a_detached_run_continues_in_the_background_until_it_is_stopped(hosts, t
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("launcher.ssh.hosts=[node0,closed]", "node 1 (closed) is not reached: ssh: connect to host 127.0.0.3 port"),
-        pytest.param("launcher.ssh.hosts=[node0,stranger]", "node 1 (stranger) refuses the login: ", marks=SLOW),
-        pytest.param("launcher.python=/usr/bin/absent", "has no /usr/bin/absent: ", marks=SLOW),
+        pytest.param(
+            "launcher.ssh.hosts=[node0,closed]",
+            "node 1 (closed) is not reached: ssh: connect to host 127.0.0.3 port",
+            id="closed",
+        ),
+        pytest.param(
+            "launcher.ssh.hosts=[node0,stranger]", "node 1 (stranger) refuses the login: ", marks=SLOW, id="stranger"
+        ),
+        pytest.param("launcher.python=/usr/bin/absent", "has no /usr/bin/absent: ", marks=SLOW, id="no_python"),
     ],
 )
-def test_a_host_that_cannot_take_part_is_named(hosts, tmp_path, more, message):
+def test_a_host_that_cannot_take_part_is_named(hosts, tmp_path, more, message, record_property):
+    began = time.monotonic()
     code, output = call(tmp_path, "train", *overrides_of(tmp_path, *hosts, more), "--detach", seconds=60)
+    record_property("end", time.monotonic() - began)
     assert code == 2, output
     assert message in output
     assert "\nfix:  " in output

@@ -32,6 +32,17 @@ def test_a_fault_has_a_test_of_every_day_or_says_why_not(case):
     assert case.reason or bool(runs) != bool(case.release), case.release or f"{case.tests} run only before a release"
 
 
+@pytest.mark.parametrize("case", faults.cases(), ids=lambda case: case.name)
+def test_a_fault_has_times_or_says_why_not(case):
+    assert [bool(case.strike), bool(case.timed), bool(case.untimed)].count(True) == 1
+    assert bool(faults.read_times().get(case.name)) != bool(case.untimed)
+    if case.timed:  # the test records them
+        path, _, function = case.timed.partition("[")[0].partition("::")
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        (test,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+        assert "record_property" in {argument.arg for argument in test.args.args}, case.timed
+
+
 def only_before_a_release(name: str) -> bool:
     """Whether all tests of a file, or all cases of one test, are marked `release`."""
     path, _, function = name.partition("[")[0].partition("::")
