@@ -436,10 +436,11 @@ def results_of(folder, name):
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 
-def test_a_sweep_on_hosts_has_the_results_of_the_local_one(hosts, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = (*sweep_of_two(tmp_path), *hosts, "launcher.ssh.environment=[OMP_NUM_THREADS]")
-    code, output = call(tmp_path, *words, "--name", "there")
+@pytest.mark.parametrize("place", ["hosts", "ray_cluster"])
+def test_a_sweep_on_hosts_and_on_a_ray_cluster_has_the_results_of_the_local_one(place, request, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it for tasks of one CPU; ssh copies it
+    launcher = (*request.getfixturevalue(place), "launcher.ssh.environment=[OMP_NUM_THREADS]")
+    code, output = call(tmp_path, *sweep_of_two(tmp_path), *launcher, "--name", "there")
     assert code == 0, output
     assert "2 of 2 trials ranked by validation_loss" in output
     assert_same_trials(tmp_path)
