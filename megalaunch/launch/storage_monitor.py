@@ -85,6 +85,12 @@ class StorageMonitor:
             self._succeed(now)
         self._record_stall(stalled)
 
+    def poll_last(self, now: float) -> None:
+        """Probe once more if writes failed: a run may end before the probe that would see its storage return."""
+        if self._wait.has_begun:
+            self._next_probe = now
+            self.poll(now)
+
     def excuses_silence(self, now: float) -> bool:
         """Return whether ranks may be silent because of the storage: it fails, or has returned a moment ago."""
         if self._wait.has_begun:

@@ -129,6 +129,7 @@ class Supervisor:
         """Block until the launch is over and its processes are gone, then write outcome.json and return the result."""
         while self._run(self._attempts) and self._may_restart(self._attempts):
             pass
+        self._storage.poll_last(time.monotonic())
         self._show(None)
         return self._finish()
 

@@ -26,11 +26,12 @@ def test_a_frozen_checkpoint_folder_delays_the_save(tmp_path, record_property):
             wait_until(lambda: events_of(directory, "checkpoint"), 180)
             with frozen(directory.checkpoints):
                 struck = time.time()
+                (wait,) = wait_until(lambda: events_of(directory, "storage_wait"), 60)
+                record_property("noticed", wait["time"] - struck)
+                # A save that had written its last file when the folder froze still has its event by now.
                 saved = [event["step"] for event in events_of(directory, "checkpoint")]
                 stuck = saved[-1] + INTERVAL  # the save of this step cannot end
                 wait_until(lambda: steps_of(directory)[-1] >= stuck + INTERVAL // 2, 120)  # training continues
-                (wait,) = wait_until(lambda: events_of(directory, "storage_wait"), 60)
-                record_property("noticed", wait["time"] - struck)
                 wait_until(lambda: steps_of(directory)[-1] >= stuck + INTERVAL - 1, 120)  # up to the next save
                 time.sleep(2 * HANG_SECONDS)
                 assert process.poll() is None

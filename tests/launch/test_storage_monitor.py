@@ -61,6 +61,23 @@ def test_one_line_at_each_end_and_no_hang_between(tmp_path, storage):
     assert not monitor.excuses_silence(133.0)
 
 
+def test_a_run_that_ends_before_the_next_probe_still_says_that_its_storage_is_back(tmp_path, storage):
+    monitor = StorageMonitor(RunDirectory(tmp_path), 600.0)
+    storage(errno.EROFS)
+    monitor.poll(100.0)
+    monitor.take_lines()
+    monitor.poll_last(100.1)
+    assert (monitor.take_lines(), monitor.is_failing) == ([], True)  # it is not
+    storage(None)
+    monitor.poll(100.2)  # not due
+    assert monitor.take_lines() == []
+    monitor.poll_last(100.3)
+    [line] = monitor.take_lines()
+    assert line.startswith(f"{tmp_path} can be written again after ")
+    monitor.poll_last(100.4)
+    assert monitor.take_lines() == []
+
+
 def test_an_event_is_kept_until_the_storage_is_back(tmp_path, storage, monkeypatch):
     directory = RunDirectory(tmp_path)
     monitor = StorageMonitor(directory, 600.0)
