@@ -120,6 +120,11 @@ class RunDirectory:
         """What trackers store locally: ids of their runs, steps sent, offline data."""
         return self.root / "trackers"
 
+    @property
+    def prometheus_token(self) -> Path:
+        """Bearer token of the Prometheus endpoint, readable only by the user."""
+        return self.trackers / "prometheus_token"
+
     def tracker_log(self, name: str) -> Path:
         """Output of the process that feeds a tracker."""
         return self.logs / f"tracker_{name}.log"

@@ -21,6 +21,16 @@ class LoggingSpec:
     prometheus_textfile: str | None = setting(
         None, "File for node_exporter's textfile collector, with the newest metrics; its name ends in .prom."
     )
+    prometheus_port: int | None = setting(
+        None,
+        "Port of the launcher's machine where Prometheus reads the newest metrics, at /metrics; null: none.",
+        minimum=1024,
+        maximum=65535,
+    )
+    prometheus_host: str = setting(
+        "127.0.0.1",
+        "IP address that prometheus_port is of; readers at another than the loopback interface need the run's token.",
+    )
     profile: str | None = setting(
         None, "Steps to profile, as steps:FIRST-LAST or steps:N: a trace and a summary in profiles/; null: none."
     )

@@ -16,9 +16,9 @@ from training import train_tiny
 from megalaunch.launch.process import descendants
 from megalaunch.launch.run_state import ThroughputBasis
 from megalaunch.launch.trackers import __main__ as feeding
-from megalaunch.launch.trackers.backends import PrometheusTextfile
 from megalaunch.launch.trackers.figures import event_figures, step_figures
 from megalaunch.launch.trackers.process import trackers
+from megalaunch.launch.trackers.prometheus import PrometheusTextfile
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.paths import RunDirectory

@@ -49,8 +49,8 @@ def serve_page(directory: RunDirectory, host: str, port: int, allow_remote: bool
 
 def _listen_address(host: str, allow_remote: bool) -> str:
     """Return the IP address to listen on, or end the command."""
+    from megalaunch.launch.page_server import is_loopback
     from megalaunch.runs.errors import fail
-    from megalaunch.runs.report.live_server import is_loopback
 
     address = "127.0.0.1" if host == "localhost" else host
     try:

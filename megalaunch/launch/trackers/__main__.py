@@ -18,9 +18,10 @@ from pathlib import Path
 
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.launch.run_state import throughput_basis
-from megalaunch.launch.trackers.backends import Tracker, open_tracker
+from megalaunch.launch.trackers.backends import open_tracker
 from megalaunch.launch.trackers.figures import event_figures, step_figures
 from megalaunch.launch.trackers.process import END
+from megalaunch.launch.trackers.tracker import Tracker, TrackerError
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation
@@ -124,8 +125,8 @@ class Feed:
             return
         self._told = True
         cause = f"{type(error).__name__}: {_ACCESS.sub('//', str(error))[:500]}"
-        log = self._directory.tracker_log(self._name)
-        message = f"warning: tracker {self._name} failed and is tried again while training goes on: see {log}"
+        why = str(error) if isinstance(error, TrackerError) else f"see {self._directory.tracker_log(self._name)}"
+        message = f"warning: tracker {self._name} failed and is tried again while training goes on: {why}"
         print(cause, file=sys.stderr, flush=True)
         try:
             record_event(self._directory, "note", message=message)

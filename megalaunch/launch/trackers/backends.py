@@ -1,4 +1,4 @@
-"""Trackers by their own packages: TensorBoard, Weights & Biases, MLflow, OpenTelemetry; and a Prometheus textfile.
+"""Trackers by their own packages: TensorBoard, Weights & Biases, MLflow, OpenTelemetry.
 
 Keys and addresses come from the environment, as these packages read it; none is in the spec or in a log. Without an
 address or a key a tracker writes into the run directory.
@@ -7,43 +7,20 @@ address or a key a tracker writes into the run directory.
 from __future__ import annotations
 
 import os
-import re
-import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megalaunch.fs import make_directory, write_file_atomically
-from megalaunch.rundir.jsonl import Record
+from megalaunch.fs import make_directory
+from megalaunch.launch.trackers.prometheus import PrometheusEndpoint, PrometheusTextfile
+from megalaunch.launch.trackers.tracker import Tracker
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 from megalaunch.schema.build import leaves
 from megalaunch.schema.paths import value_at
 
 
-class Tracker(Protocol):
-    """A tracker. Any method may raise any exception of its package, and is called again with the same record.
-
-    Attributes:
-        run_id: Identifies the run there; a later launch continues the same run.
-    """
-
-    run_id: str
-
-    def log(self, figures: dict[str, float], step: int, seconds: float) -> None:
-        """Log the figures of a step; `seconds` is the time since 1970."""
-
-    def log_event(self, record: Record) -> None:
-        """Log an event of events.jsonl, for trackers that show more than figures."""
-
-    def flush(self) -> None:
-        """Send what a tracker holds back."""
-
-    def finish(self) -> None:
-        """Send what is left, and end."""
-
-
 def open_tracker(name: str, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> Tracker:
-    """Open a tracker by its name in `logging.trackers`, or "prometheus"; `run_id` is that of an earlier launch."""
+    """Open a tracker by its name in `logging.trackers`, or of Prometheus; `run_id` is that of an earlier launch."""
     if name == "opentelemetry":  # its module imports the package
         from megalaunch.launch.trackers.spans import OpenTelemetryTracker
 
@@ -140,30 +117,6 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self.run_id)
 
 
-class PrometheusTextfile(Tracker):
-    """The newest figures in a file for node_exporter's textfile collector, replaced atomically."""
-
-    def __init__(self, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> None:
-        assert spec.logging.prometheus_textfile is not None, "it is opened only if its path is set"
-        self.run_id = "prometheus"
-        self._path, self._run = Path(spec.logging.prometheus_textfile).absolute(), spec.run.name
-        self._figures: dict[str, float] = {}
-
-    def log(self, figures: dict[str, float], step: int, seconds: float) -> None:
-        """Replace the file."""
-        self._figures |= figures | {"step": float(step), "updated": seconds or time.time()}
-        label = str(self._run).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        lines = []
-        for name, value in sorted(self._figures.items()):
-            metric = "megalaunch_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{label}"}} {value!r}']
-        # another user's node_exporter reads it
-        write_file_atomically(self._path, "\n".join(lines) + "\n", 0o644, sync=False)
-
-    def finish(self) -> None:
-        """Leave the last figures."""
-
-
 def _settings(spec: RunSpec) -> dict[str, Any]:
     """Return the settings of a run by dotted key; the spec has no secrets."""
     found = {path: value_at(spec, path) for path, _, _ in leaves(type(spec))}
@@ -175,4 +128,5 @@ _TRACKERS: dict[str, Any] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "prometheus": PrometheusTextfile,
+    "prometheus_endpoint": PrometheusEndpoint,
 }

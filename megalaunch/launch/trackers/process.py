@@ -13,6 +13,7 @@ from megalaunch.fs import open_file
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
+from megalaunch.schema.logging import LoggingSpec
 
 END = b"end\n"
 FINISH_SECONDS = 30.0  # to send what is left after the run
@@ -21,12 +22,20 @@ FINISH_SECONDS = 30.0  # to send what is left after the run
 @contextlib.contextmanager
 def trackers(spec: RunSpec, directory: RunDirectory) -> Iterator[None]:
     """Feed the trackers of `logging` while the body runs; then give them FINISH_SECONDS to send the rest."""
-    names = [*spec.logging.trackers, *(["prometheus"] if spec.logging.prometheus_textfile else [])]
-    running = {name: process for name in names if (process := _start(name, directory)) is not None}
+    running = {name: process for name in _names(spec.logging) if (process := _start(name, directory)) is not None}
     try:
         yield
     finally:
         _finish(running, directory)
+
+
+def _names(logging: LoggingSpec) -> list[str]:
+    names: list[str] = list(logging.trackers)
+    if logging.prometheus_textfile:
+        names.append("prometheus")
+    if logging.prometheus_port is not None:
+        names.append("prometheus_endpoint")
+    return names
 
 
 def _start(name: str, directory: RunDirectory) -> subprocess.Popen[bytes] | None:

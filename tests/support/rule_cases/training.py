@@ -107,6 +107,20 @@ PROFILING = {
         "logging.profile=steps:2 logging.profile_ranks=[1] parallel=dp2",
     ),
 }
+PROMETHEUS = {
+    "logging.prometheus_host_idle": Case(
+        "logging.prometheus_host=0.0.0.0", "logging.prometheus_host=0.0.0.0 logging.prometheus_port=9464"
+    ),
+    "logging.prometheus_host": Case(
+        "logging.prometheus_port=9464 logging.prometheus_host=node0",
+        "logging.prometheus_port=9464 logging.prometheus_host=10.0.0.1",
+    ),
+    "logging.prometheus_port": Case(
+        "logging.prometheus_port=29401",
+        "logging.prometheus_port=29402",
+        (*TINY, "launcher=ssh", "launcher.ssh.hosts=[a,b]", "cluster.nodes=2"),
+    ),
+}
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
     "precision.residual_idle": Case(
@@ -328,4 +342,4 @@ COMPILE = {
         (*TINY, "platform=h100", "cluster.devices_per_node=2", "recompute.cpu_offloading_num_layers=1"),
     ),
 }
-CASES = {**COMPILE, **PROFILING, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
+CASES = {**COMPILE, **PROFILING, **PROMETHEUS, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
