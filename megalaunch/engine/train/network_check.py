@@ -89,7 +89,7 @@ def find_slow(links: Sequence[Link], sites: int = 1) -> SlowPart | None:
         links: a ring of nodes; the one link of two nodes cannot be compared with another.
         sites: links between sites are slow as planned: they are left out.
     """
-    per_site = len(links) // sites
+    per_site = len({node for link in links for node in link.nodes}) // sites
     compared = [link for link in links if sites == 1 or len({node // per_site for node in link.nodes}) == 1]
     if len(compared) < 2:
         return None

@@ -50,6 +50,7 @@ def test_a_node_is_slow_if_all_its_links_are(bandwidths, sites, nodes, links):
 
 def test_the_link_of_two_nodes_is_compared_with_none():
     assert find_slow([Link((0, 1), 1e-9)]) is None
+    assert find_slow([Link((0, 1), 1e-9)], sites=2) is None
 
 
 def several_nodes(nodes: int, per_node: int, **values: object) -> RunSpec:
