@@ -164,8 +164,9 @@ class LocalTier:
 
     def publish(self, step: int, has_copies: bool, seconds: float, waited: float) -> None:
         """Record that a checkpoint is complete, and remove what it replaces."""
-        if self.drain is not None and self.drain.step == step:
-            self.drain.is_complete, self.drain.has_copies = True, has_copies
+        drain = self.drain  # read once: the thread that copies it sets None
+        if drain is not None and drain.step == step:
+            drain.is_complete, drain.has_copies = True, has_copies
         failure = self._remove_old()
         if failure is not None:
             self._report(failure)
@@ -227,7 +228,8 @@ class LocalTier:
     def _superseded(self, rank: int) -> list[Path]:
         """Return the shards of a rank that are replaced, without one that is being copied to another tier."""
         old = superseded_shards(rank_folder(self.folder.path, rank), self._settings.keep)
-        kept = None if self.drain is None else shard_directory(self.folder.path, rank, self.drain.step)
+        drain = self.drain  # read once, as in `publish`
+        kept = None if drain is None else shard_directory(self.folder.path, rank, drain.step)
         return [directory for directory in old if directory != kept]
 
     def _report(self, failure: str | None) -> None:

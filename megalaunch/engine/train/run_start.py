@@ -31,7 +31,7 @@ class RunStart:
         optimizer: Its optimizer.
         record: Log writer of this rank.
         saver: The checkpoints in the run directory.
-        local: Those on the disks of the nodes.
+        local: Those in the memory and on the disks of the nodes.
     """
 
     def __init__(
