@@ -62,7 +62,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """`rank 1 (dp1) failed at step 7: ValueError: ...`, at most 300 characters: the reason of a restart."""
+        """`rank 1 (dp1) failed at step 7: ValueError: ...`, in at most 300 characters."""
         return f"{self.source} failed at step {self.step}: {self.error}"[:300]
 
     def same_cause(self, other: Failure) -> bool:

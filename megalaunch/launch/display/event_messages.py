@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalaunch.format.numbers import format_counted, format_duration
 from megalaunch.rundir.jsonl import Record
-from megalaunch.rundir.worker_failure import rank_label
+from megalaunch.rundir.worker_failure import failure_from_event
 
 
 def event_message(event: Record) -> str | None:
@@ -50,7 +50,7 @@ def event_message(event: Record) -> str | None:
         case "stop_requested":
             return f"{event.get('signal')} received: saving a checkpoint, then stopping"
         case "worker_failed":
-            return _failed(event)
+            return failure_from_event(event).summary
         case "restart":
             pause = event.get("pause_seconds")
             when = f" in {format_duration(pause)}" if isinstance(pause, (int, float)) and pause > 0 else ""
@@ -173,9 +173,3 @@ def _duration_text(event: Record) -> str:
         return ""
     is_async = isinstance(waited, (int, float)) and waited < seconds
     return f" ({seconds:.1f} s{f', training waited {waited:.1f} s' if is_async else ''})"
-
-
-def _failed(event: Record) -> str:
-    rank = rank_label(int(event.get("rank", 0)), str(event.get("coordinates") or ""))
-    message = " ".join(str(event.get("message") or "").split())
-    return f"{rank} failed at step {event.get('step')}: {event.get('exception')}: {message[:200]}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megalaunch.format.numbers import format_count, format_duration, format_flops, format_loss, format_memory
 from megalaunch.launch.display.event_messages import event_message
-from megalaunch.launch.display.log_display import validation_line
+from megalaunch.launch.display.log_display import evaluation_line
 from megalaunch.launch.run_state import RunState, number
 from megalaunch.rundir.metrics import task_scores, validation_losses
 
@@ -47,7 +47,7 @@ class LiveDisplay:
                 self.say(line)
         for record in view.fresh_metrics:
             if "loss" not in record:
-                self.say(validation_line(record))
+                self.say(evaluation_line(record))
         self._live.update(panel(view, self._console.width - RIGHT_MARGIN), refresh=True)
 
     def close(self) -> None:

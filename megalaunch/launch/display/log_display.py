@@ -54,7 +54,7 @@ class PlainDisplay:
         for record in view.fresh_metrics:
             step = int(record["step"])
             if "loss" not in record:
-                self.say(task_line(record) if is_task_evaluation(record) else validation_line(record))
+                self.say(evaluation_line(record))
             elif step % interval == 0 or step in (1, view.last_step):
                 self.say(step_line(view, record))
         self._steps_seen = self._steps_seen or view.stepping
@@ -78,18 +78,16 @@ class PlainDisplay:
         """Do nothing: there is no terminal state to restore."""
 
 
-def validation_line(record: Record) -> str:
-    """Return the line of a validation record."""
+def evaluation_line(record: Record) -> str:
+    """Return the line of a validation, or of an evaluation of lm-eval tasks."""
+    if is_task_evaluation(record):
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in task_scores(record).items())
+        return f"step {record['step']}  {scores}"
     shown = (
         f"{f'validation loss of {name}' if name else 'validation loss'} {format_loss(loss)}"
         for name, loss in validation_losses(record).items()
     )
     return f"step {record['step']}  {'  '.join(shown)}"
-
-
-def task_line(record: Record) -> str:
-    """Return the line of an evaluation of lm-eval tasks."""
-    return f"step {record['step']}  " + "  ".join(f"{name} {value:.4f}" for name, value in task_scores(record).items())
 
 
 def step_line(view: RunState, record: Record) -> str:

@@ -321,11 +321,15 @@ def test_the_live_display_draws_and_leaves(directory):
     view = RunState(spec(), directory, SCALE)
     display = LiveDisplay(Console(width=100, file=stream, force_terminal=True))
     record_event(directory, "restart", attempt=1, reason="rank 1 [dp1] was killed")
+    record_event(directory, "worker_failed", rank=None, step=1, exception="hang", message="no progress on any rank")
     append_line(directory.metrics, step(1))
+    append_line(directory.metrics, {"step": 1, "lm_eval/arc_easy/acc": 0.25})
     view.refresh()
     display.update(view)
     display.close()
     assert "restart 1: rank 1 [dp1] was killed" in stream.getvalue()
+    assert "the agent failed at step 1: hang: no progress on any rank" in stream.getvalue()
+    assert "step 1  arc_easy/acc 0.2500" in stream.getvalue()
     assert "step 1/20" in stream.getvalue()
     assert stream.getvalue().count("\x1b[?25l") <= stream.getvalue().count("\x1b[?25h")  # the cursor is there
 
