@@ -41,7 +41,11 @@ def diagnose_hang(
         request_traces([rank for rank in ranks.local if not rank.ended], directory, is_known)
         return HungRank(ranks.slowest())
     culprit = find_desynced_rank(request_traces(ranks.alive, directory, is_known))
-    return HungRank(ranks.slowest()) if culprit is None else HungRank(ranks.known[culprit.rank], culprit.message)
+    if culprit is None:
+        return HungRank(ranks.slowest())
+    if culprit.rank not in ranks.known:  # only the traces of the others name it
+        return HungRank(None, f"rank {culprit.rank}: {culprit.message}")
+    return HungRank(ranks.known[culprit.rank], culprit.message)
 
 
 def diagnose_crash(

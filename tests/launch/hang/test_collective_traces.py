@@ -11,7 +11,7 @@ from megalaunch.launch.hang.collective_traces import request_traces
 from megalaunch.launch.hang.diagnosis import diagnose_hang
 from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.process import Process
-from megalaunch.rundir.collective_trace import CollectiveTrace, write_collective_trace
+from megalaunch.rundir.collective_trace import Collective, CollectiveTrace, GroupTrace, write_collective_trace
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
 
@@ -44,9 +44,10 @@ def rank(number: int, progress_at: float, is_local: bool = True) -> Rank:
     return Rank(progress, Process(100 + number, 1) if is_local else None)
 
 
-def write_trace(directory: RunDirectory, number: int, at: float) -> None:
+def write_trace(directory: RunDirectory, number: int, at: float, *groups: GroupTrace) -> None:
     directory.logs.mkdir(exist_ok=True)
-    write_collective_trace(directory.collective_trace(number), CollectiveTrace(0, at, "plugin.py:7 check", True, ()))
+    trace = CollectiveTrace(0, at, "plugin.py:7 check", True, groups)
+    write_collective_trace(directory.collective_trace(number), trace)
 
 
 @pytest.mark.parametrize(("written_at", "counts"), [(990.0, False), (1010.0, True)])
@@ -75,3 +76,15 @@ def test_the_stacks_beside_a_stopped_rank_are_awaited_until_another_node_names_t
     began = clock.now
     assert diagnose_hang(ranks, RunDirectory(tmp_path), lambda: is_known).rank is ranks.known[1]
     assert clock.now - began == pytest.approx(seconds, abs=0.1)
+
+
+def test_the_others_may_wait_for_a_rank_whose_progress_is_not_seen_here(tmp_path, clock):
+    directory = RunDirectory(tmp_path)
+    ranks = RankMonitor(directory, 3, 0)
+    ranks.known = {0: rank(0, 4000.0), 2: rank(2, 4000.0)}
+    group = GroupTrace("tp", (0, 1, 2), (Collective(7, "all_reduce [4]", waiting=True),), {"all_reduce [4]": 7})
+    for number in ranks.known:
+        write_trace(directory, number, clock.now, group)
+    hung = diagnose_hang(ranks, directory)
+    assert hung.rank is None
+    assert hung.reason.startswith("rank 1: the other ranks wait in collectives that it has not called")
