@@ -283,6 +283,11 @@ def try_lock(descriptor: int, shared: bool = False) -> bool:
     return True
 
 
+def has_no_locks(error: OSError) -> bool:
+    """Return whether a lock failed because its file system has none."""
+    return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
 def is_open_at(descriptor: int, path: Path) -> bool:
     """Return whether `path` still names the open file. Check it after locking: the last holder may have removed it."""
     try:

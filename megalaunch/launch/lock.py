@@ -8,7 +8,6 @@ file.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -16,13 +15,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalaunch.fs import is_open_at, open_file, try_lock
+from megalaunch.fs import has_no_locks, is_open_at, open_file, try_lock
 from megalaunch.launch.file_system import file_system_time, has_local_locks
 from megalaunch.launch.process import Process, find_process, is_alive
 
 SILENT_SECONDS = 60.0  # a holder on another machine counts as dead after so long without a touch
 TOUCH_SECONDS = 10.0
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _PROBE_SECONDS = 0.1  # `is_locked` takes the lock for a moment, so a failed attempt is repeated for so long
 
 
@@ -107,6 +105,8 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         free = _take_flock(descriptor, shared=True)
+    except OSError:  # the storage fails: the heartbeat decides
+        free = None
     finally:
         os.close(descriptor)
     if free is False:
@@ -118,15 +118,19 @@ def is_locked(path: Path) -> bool:
 
 
 def _take_flock(descriptor: int, shared: bool = False) -> bool | None:
-    """Take an flock: True if taken, False if another process holds it, None if the file system has no locks."""
+    """Take an flock: True if taken, False if another process holds it, None if the file system has no locks.
+
+    Raises OSError if the storage fails.
+    """
     deadline = time.monotonic() + _PROBE_SECONDS
     while True:
         try:
             if try_lock(descriptor, shared):
                 return True
         except OSError as error:
-            if error.errno in _NO_LOCKS_HERE:
+            if has_no_locks(error):
                 return None
+            raise
         if time.monotonic() >= deadline:
             return False
         time.sleep(_PROBE_SECONDS / 5)

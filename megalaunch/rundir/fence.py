@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalaunch.fs import open_file, sync_file, try_lock
+from megalaunch.fs import has_no_locks, open_file, sync_file, try_lock
 from megalaunch.rundir.jsonl import Record, append_line, read_last_lines
 
 _TAIL_BYTES = 4096  # more than the last line
 HELD_SECONDS = 60.0  # a holder renames or removes files, which takes less, or its process is stopped
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Superseded(Exception):
@@ -124,7 +123,7 @@ def _try_lock(descriptor: int) -> bool:
     try:
         return try_lock(descriptor)
     except OSError as error:
-        if error.errno in _NO_LOCKS_HERE:
+        if has_no_locks(error):
             return True
         raise
 

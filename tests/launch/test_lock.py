@@ -96,6 +96,16 @@ def test_a_holder_on_another_machine_counts_while_it_touches_its_lock(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_storage_that_fails_is_no_other_holder(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output error"):
+        RunLock(tmp_path / "lock")
+    assert not is_locked(tmp_path / "lock")
+
+
 def test_a_heartbeat_is_held_against_the_clock_that_stamped_it(tmp_path, no_locks, monkeypatch):
     path = tmp_path / "lock"
     path.write_text(ELSEWHERE)
