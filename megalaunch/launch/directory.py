@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import tempfile
@@ -19,8 +20,8 @@ from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.spec_file import read_spec
 
 _OURS = re.compile(
-    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|experts\.bin|events\.jsonl|attempts\.jsonl|bad_steps\.json|outcome\.json|sample\.txt|lock"
-    r"|job\.json|job\.sbatch"
+    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|experts\.bin|events\.jsonl|outcome\.json|sample\.txt|lock"
+    r"|attempts\.jsonl|resumes\.jsonl|bad_steps\.json|job\.json|job\.sbatch|final\.sbatch|job\.yaml"
     r"|logs|checkpoints|plots|profiles|tensorboard|trackers|report\.html|tokenizer\.json|origin|\.[a-z.]+\.unfinished"
 )
 
@@ -143,7 +144,8 @@ def lock_run(directory: RunDirectory) -> RunLock:
         make_directory(directory.root)
         return RunLock(directory.lock)
     except OSError as error:
-        fix = "name a run.directory on a disk with space" if error.errno == 28 else "name another run.directory"
+        is_full = error.errno == errno.ENOSPC
+        fix = "name a run.directory on a disk with space" if is_full else "name another run.directory"
         message = f"{directory.root} is not writable ({error.strerror})"
         if directory.lock.is_symlink():
             fix = "it is a symbolic link: remove it, or name another run.directory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -85,7 +86,8 @@ def write_run(launch: Launch, command: Sequence[str]) -> RunState:
         workers = resolved_world_size(spec.cluster)
         record_event(directory, "launch", overrides=list(launch.overrides), workers=workers, command=list(command))
     except OSError as error:
-        fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"
+        is_full = error.errno == errno.ENOSPC
+        fix = "free space there, or name another run.directory" if is_full else "name another run.directory"
         message = f"{error.filename or directory.root} cannot be written ({error.strerror})"
         raise RunDirectoryError(message, fix) from error
     return view

@@ -151,3 +151,17 @@ def test_an_empty_spec_file_does_not_block_a_resume(tmp_path):
     directory.spec.write_bytes(b"")
     with pytest.raises(RunDirectoryError, match=r"spec\.yaml is empty, and no checkpoint has a copy"):
         inspect_run(directory)
+
+
+def test_every_file_of_a_run_is_known_to_be_one(tmp_path):
+    """A launch that ended before it wrote spec.yaml may have left any of them."""
+    directory = RunDirectory(tmp_path)
+    places = [getattr(directory, name) for name, kind in vars(RunDirectory).items() if type(kind) is property]
+    names = {place.relative_to(tmp_path).parts[0] for place in places} - {directory.spec.name}
+    for name in names:
+        if "." in name:
+            (tmp_path / name).touch()
+        else:
+            (tmp_path / name).mkdir()
+    assert {"metrics.jsonl", "checkpoints"} < names
+    assert inspect_run(directory).kind == "new"
