@@ -14,8 +14,9 @@ from typing import Literal
 from megalaunch.fs import make_directory
 from megalaunch.launch.lock import RunLock, is_locked
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE
+from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
-from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.spec_file import read_spec
 
@@ -189,10 +190,7 @@ def create_folders(directory: RunDirectory) -> None:
 
 
 def _checkpoint_steps(directory: RunDirectory) -> tuple[int, ...]:
-    if not directory.checkpoints.is_dir():
-        return ()
-    steps = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
-    return tuple(sorted(step for step in steps if step is not None))
+    return tuple(sorted(checkpoints_by_step(directory.checkpoints)))
 
 
 def _has_content(path: Path) -> bool:

@@ -16,9 +16,10 @@ from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
+from megalaunch.rundir.checkpoint.listing import newest_step
 from megalaunch.rundir.events import EventName
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
-from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.tail import JsonlTail
 from megalaunch.rundir.worker_failure import Failure, is_no_progress
 from megalaunch.schema import RunSpec
@@ -117,8 +118,7 @@ class Supervisor:
         self._storage = StorageMonitor(directory, spec.run.storage_timeout, lock.touch)
         self._drawing = Drawing(self._storage, view, display)
         self._events = JsonlTail(directory.events, at_end=True)
-        saved = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
-        newest = max((step for step in saved if step is not None), default=0)
+        newest = newest_step(directory.checkpoints)
         self._budget = RestartBudget(spec.launcher.max_restarts, spec.launcher.restart_backoff, newest)
         self._failures: list[Failure] = []
         self._attempts = 0

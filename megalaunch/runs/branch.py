@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from megalaunch.plan.findings import Finding
+from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.checkpoint.manifest import MANIFEST
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.schema import RunSpec, with_values
@@ -70,10 +71,8 @@ def check_branch(spec: RunSpec, begun: bool) -> list[Finding]:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    folder = RunDirectory(run).checkpoints
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if checkpoint_step(path) is not None and (path / MANIFEST).is_file()]
+    found = checkpoints_by_step(RunDirectory(run).checkpoints).values()
+    return [path for path in found if (path / MANIFEST).is_file()]
 
 
 def _absolute(path: str) -> Path:

@@ -21,8 +21,9 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.importers.huggingface.registry import differences
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
+from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
-from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.model import ModelSpec
 
 
@@ -73,8 +74,7 @@ def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
     if (source / MANIFEST).exists():
         require_valid(source)
         return StoredWeights(source)
-    checkpoints = RunDirectory(source).checkpoints
-    found = _newest(checkpoints) if checkpoints.is_dir() else None
+    found = _newest(RunDirectory(source).checkpoints)
     if found is None:
         raise CheckpointError(
             f"checkpoint.load_pretrained: {source} is not a Hugging Face folder (config.json), a checkpoint or a run "
@@ -92,8 +92,7 @@ def require_valid(checkpoint: Path) -> None:
 
 def _newest(checkpoints: Path) -> Path | None:
     """Return the newest valid checkpoint, without a collective: another rank may already have failed."""
-    named = sorted((p for p in checkpoints.iterdir() if checkpoint_step(p) is not None), reverse=True)
-    return next((path for path in named if not verify_checkpoint(path)), None)
+    return next((path for path in checkpoints_by_step(checkpoints).values() if not verify_checkpoint(path)), None)
 
 
 def _iter_weights(

@@ -16,7 +16,7 @@ from megalaunch.engine.train.checkpointer import Checkpointer, changed_overrides
 from megalaunch.engine.train.local_checkpointer import LocalCheckpointer
 from megalaunch.engine.train.progress import TrainProgress
 from megalaunch.engine.train.run_logger import RunLogger
-from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
+from megalaunch.rundir.checkpoint.listing import newest_step
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 from megalaunch.schema import RunSpec
 
@@ -54,7 +54,7 @@ class RunStart:
         Raises:
             CheckpointError: All saved checkpoints are damaged or gone.
         """
-        newest = run_on_rank0(lambda: max(checkpoints_by_step(self._directory.checkpoints), default=0))
+        newest = run_on_rank0(partial(newest_step, self._directory.checkpoints))
         position = self._load_local(newest)
         if position is not None:
             return position

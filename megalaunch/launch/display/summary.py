@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 
 from megalaunch.format.numbers import format_count, format_counted, format_duration, format_loss
 from megalaunch.launch.directory import DirectoryState
 from megalaunch.launch.run_state import number
+from megalaunch.rundir.checkpoint.listing import newest_step
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation, task_scores, validation_losses
 from megalaunch.rundir.outcome import ExitCode, Outcome
@@ -24,20 +24,10 @@ def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> lis
     lines = [f"{spec.run.name}: {outcome.reason}" if done else f"{spec.run.name}: stopped at step {outcome.step}"]
     lines += _metrics_lines(directory)
     plots = (("plot", directory.plots / "loss.png"), ("experts", directory.plots / "experts.png"))
-    for name, path in (("checkpoint", newest_checkpoint(directory)), *plots):
-        if path is not None and path.exists():
+    for name, path in (("checkpoint", directory.checkpoint(newest_step(directory.checkpoints))), *plots):
+        if path.exists():
             lines.append(_line(name, str(path)))
     return lines + _sample_lines(directory)
-
-
-def newest_checkpoint(directory: RunDirectory) -> Path | None:
-    """Return the checkpoint of the highest step, valid or not, or None."""
-    from megalaunch.rundir.paths import checkpoint_step
-
-    if not directory.checkpoints.is_dir():
-        return None
-    found = [path for path in directory.checkpoints.iterdir() if checkpoint_step(path) is not None]
-    return max(found, default=None)
 
 
 def _metrics_lines(directory: RunDirectory) -> list[str]:

@@ -13,6 +13,7 @@ from megalaunch.launch.supervise import RestartBudget
 from megalaunch.launchers.attached.node import HeldNode, NodeError, join_errors
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
+from megalaunch.rundir.checkpoint.listing import newest_step
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import (
     FAILED_NODES,
@@ -23,7 +24,7 @@ from megalaunch.rundir.outcome import (
     read_outcome,
     write_outcome,
 )
-from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.tail import JsonlTail
 from megalaunch.schema.launcher import LauncherSpec
 
@@ -323,9 +324,7 @@ class AttachedJob:
         return ",".join(node.host for node in self._nodes)
 
     def _saved_step(self) -> int:
-        checkpoints = self._directory.checkpoints
-        found = (checkpoint_step(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
-        return max((step for step in found if step is not None), default=0)
+        return newest_step(self._directory.checkpoints)
 
 
 def _shown(code: int) -> str:

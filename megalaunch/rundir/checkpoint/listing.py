@@ -29,6 +29,11 @@ def checkpoints_by_step(folder: Path) -> Mapping[int, Path]:
     return dict(sorted(found, reverse=True))
 
 
+def newest_step(folder: Path) -> int:
+    """Return the highest step with a checkpoint, valid or not; 0 without one."""
+    return max(checkpoints_by_step(folder), default=0)
+
+
 def checkpoint_info(path: Path) -> CheckpointInfo:
     """Describe a checkpoint without reading its tensors. Raises OSError."""
     return CheckpointInfo(
