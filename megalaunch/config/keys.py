@@ -70,6 +70,9 @@ def is_section(path: str) -> bool:
 def nearest_key(name: str) -> str | None:
     """Return the key or config group that is nearest to a misspelt one, or None."""
     section, _, last = name.rpartition(".")
+    named = [path for path in schema_keys() if not section and path.endswith(f".{name}")]
+    if named:
+        return min(named, key=lambda path: path.count("."))
     candidates = [*schema_keys(), *GROUPS, "recipe"] if section else [*GROUPS, "recipe", *SECTIONS]
     best, best_score = None, 0.6
     for candidate in candidates:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalaunch.config.keys import SECTIONS, suggestion
+from megalaunch.config.keys import SECTIONS, schema_keys, suggestion
+from megalaunch.config.other_programs import of_another_program
 from megalaunch.config.parallel_names import GRAMMAR, merge_layout_names
 from megalaunch.schema.build import did_you_mean
 from megalaunch.schema.remote import is_address, is_hub_address, is_hub_name
@@ -16,26 +17,30 @@ _MANY = 20  # names, more than four lines of a message
 
 
 def unknown_key(key: str, value: str = "") -> str:
-    """Describe an unknown key and suggest the nearest one; a Megatron-LM argument is translated."""
-    translated = _from_megatron(key.rpartition(".")[2], value)
-    if translated:
-        return f"unknown key; {translated}"
+    """Describe an unknown key and suggest the nearest one; other programs' names are translated."""
+    name = key.rpartition(".")[2]
+    overrides, reason = _from_megatron(name, value)
+    if overrides:
+        keys = " and ".join(map(repr, _keys(overrides)))
+        fix = f": write {' '.join(overrides)}" if value else ""
+        return f"unknown key; did you mean {keys}? It is {name} of Megatron-LM{fix}"
+    if advice := of_another_program(key):
+        return f"unknown key; {advice}"
+    if reason and not any(path.endswith(f".{name}") for path in schema_keys()):
+        return f"unknown key; it is a Megatron-LM argument; remove it: {reason}"
     section = key.partition(".")[0]
     listed = f"`megalaunch explain {section if section in SECTIONS else 'train'}` lists the keys of a section"
     return f"unknown key{suggestion(key) or f'; {listed}'}"
 
 
-def _from_megatron(name: str, value: str) -> str:
+def _from_megatron(name: str, value: str) -> tuple[Sequence[str], str]:
+    """Return the overrides for a setting in Megatron-LM's spelling, or the reason why it has none."""
     from megalaunch.importers.megatron.spelling import translate
 
     answer = translate(name, [value] if value else []) if "_" in name or "-" in name else None
     if answer is None or any(part.endswith(f".{name}") for part in _keys(answer.overrides)):
-        return ""
-    if not answer.overrides:
-        return f"it is a Megatron-LM argument; remove it: {answer.reason}"
-    keys = " and ".join(map(repr, _keys(answer.overrides)))
-    fix = f": write {' '.join(answer.overrides)}" if value else ""
-    return f"did you mean {keys}? It is {name} of Megatron-LM{fix}"
+        return (), ""
+    return answer.overrides, answer.reason
 
 
 def _keys(overrides: Sequence[str]) -> list[str]:
