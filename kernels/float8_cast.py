@@ -128,7 +128,7 @@ def _casts_in_hardware(device: torch.device) -> bool:
 @cache
 def triton_kernels() -> CastKernels:
     """Return the Triton form, which imports Triton when it runs."""
-    from megalaunch.kernels import operators
+    from megalaunch.kernels import float8_operators as operators
 
     return CastKernels(
         operators.float8_amax,

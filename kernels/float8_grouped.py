@@ -1,7 +1,8 @@
-"""Products of the grouped linear layer in fp8: torch's scaled grouped matmul, and its emulation in fp32.
+"""Products of the grouped linear layer in fp8: on fp8 units, and their emulation in fp32.
 
-torch's operator takes matrices in e4m3 with one inverse scale for each row of the left and each column of the right
-matrix. One scale for an expert is passed as equal scales of its rows.
+torch's scaled grouped matmul takes matrices in e4m3 with one inverse scale for each row of the left and each column of
+the right matrix. One scale for an expert is passed as equal scales of its rows. A Triton kernel multiplies the others:
+matrices with scales of parts of rows, and gradients in e5m2.
 Shapes: R rows in the order of their experts, E experts, K the dim that a product sums over, P padded rows.
 """
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from megalaunch.kernels.float8_cast import Float8Matrix
+from megalaunch.kernels.float8_cast import E4M3, Float8Matrix
 from megalaunch.kernels.grouped_linear import columns_times_rows, experts_of_rows, rows_times_matrices
 
 
@@ -83,13 +84,20 @@ def scaled_rows_times_matrices(
         emulate: Multiply in fp32.
         fast: Fast accumulation, see `scaled_matmul`.
     """
-    experts = offsets_E.shape[0]
+    experts, (height, width) = offsets_E.shape[0], b.block
     if emulate:
         matrices_EKN = b.dequantize().view(experts, -1, b.values.shape[1]).transpose(1, 2)
         return rows_times_matrices(a_RK.dequantize(), matrices_EKN, offsets_E).to(dtype)
     matrices_EKN = b.values.view(experts, -1, b.values.shape[1]).transpose(1, 2)
     if a_RK.values.shape[0] == 0:
         return a_RK.scales.new_empty(0, matrices_EKN.shape[2], dtype=dtype)
+    if not _torch_multiplies(a_RK, b, width):
+        from megalaunch.kernels import float8_operators
+
+        product: Tensor = float8_operators.float8_rows_times_matrices(
+            a_RK.values, a_RK.scales, b.values, b.scales, offsets_E, height, width, dtype, fast
+        )
+        return product
     inverse_b_EN = b.scales.reciprocal().repeat_interleave(b.block[0], dim=0).view(experts, -1)
     found: Tensor = _scaled_grouped_mm(
         a_RK.values, matrices_EKN, a_RK.scales.reciprocal().view(-1), inverse_b_EN, offsets_E, fast
@@ -98,7 +106,7 @@ def scaled_rows_times_matrices(
 
 
 def scaled_columns_times_rows(
-    a_MP: Float8Matrix, b_NP: Float8Matrix, groups: PaddedGroups, dtype: torch.dtype, *, emulate: bool
+    a_MP: Float8Matrix, b_NP: Float8Matrix, groups: PaddedGroups, dtype: torch.dtype, *, width: int, emulate: bool
 ) -> Tensor:
     """Return a_e b_e^T over the padded rows of each expert, [M, P] x [N, P] -> [E, M, N] in `dtype`.
 
@@ -107,16 +115,30 @@ def scaled_columns_times_rows(
         b_NP: The right matrix, transposed, with scales [N or 1, P / width].
         groups: Which of the P padded rows belong to which expert.
         dtype: Of the result; bf16 for the native product.
+        width: Padded rows that have a scale of their own; 0: those of an expert share their scales.
         emulate: Multiply in fp32.
     """
     if emulate:
         return columns_times_rows(a_MP.dequantize().T, b_NP.dequantize().T, groups.offsets_E).to(dtype)
     last_blocks_E = groups.offsets_E.long() // groups.width - 1
-    inverse = [
-        m.scales.reciprocal()[:, last_blocks_E].t().expand(-1, m.values.shape[0]).reshape(-1) for m in (a_MP, b_NP)
-    ]
+    a_scales, b_scales = (
+        (m.scales if width else m.scales[:, last_blocks_E]).expand(m.values.shape[0], -1) for m in (a_MP, b_NP)
+    )
+    if not _torch_multiplies(a_MP, b_NP, width):
+        from megalaunch.kernels import float8_operators
+
+        product: Tensor = float8_operators.float8_columns_times_rows(
+            a_MP.values, a_scales, b_NP.values, b_scales, groups.offsets_E, width, dtype
+        )
+        return product
+    inverse = [scales.reciprocal().t().reshape(-1) for scales in (a_scales, b_scales)]
     found: Tensor = _scaled_grouped_mm(a_MP.values, b_NP.values.t(), *inverse, groups.offsets_E, False)
     return found
+
+
+def _torch_multiplies(a: Float8Matrix, b: Float8Matrix, width: int) -> bool:
+    """Return whether torch's operator takes these matrices."""
+    return not width and a.values.dtype == b.values.dtype == E4M3
 
 
 @cache

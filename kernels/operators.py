@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from megalaunch.kernels.forms import block_counts
-
 
 @custom_op("megalaunch::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -293,106 +291,6 @@ def weigh_rows(
 @weigh_rows.register_fake
 def _(dy_TH: Tensor, y_RH: Tensor, pairs_R: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
     return y_RH.new_empty(y_RH.shape), weights_Tk.new_empty(weights_Tk.shape)
-
-
-@custom_op("megalaunch::float8_amax", mutates_args=())
-def float8_amax(x_RK: Tensor, block: Sequence[int]) -> Tensor:
-    """Return the largest absolute value of each block (`CastKernels.amax`)."""
-    from megalaunch.kernels.float8_cast_triton import amax
-
-    return amax(x_RK, block)
-
-
-@float8_amax.register_fake
-def _(x_RK: Tensor, block: Sequence[int]) -> Tensor:
-    return x_RK.new_empty(block_counts(x_RK.shape, block), dtype=torch.float32)
-
-
-@custom_op("megalaunch::float8_cast", mutates_args=())
-def float8_cast(x_RK: Tensor, scales_rk: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return fp8 values (`CastKernels.cast`)."""
-    from megalaunch.kernels.float8_cast_triton import cast
-
-    return cast(x_RK, scales_rk, block, dtype)
-
-
-@float8_cast.register_fake
-def _(x_RK: Tensor, scales_rk: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return x_RK.new_empty(x_RK.shape, dtype=dtype)
-
-
-@custom_op("megalaunch::float8_cast_both", mutates_args=())
-def float8_cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return fp8 values and their transpose (`CastKernels.cast_both`)."""
-    from megalaunch.kernels.float8_cast_triton import cast_both
-
-    return cast_both(x_RK, scale_11, dtype)
-
-
-@float8_cast_both.register_fake
-def _(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(x_RK.shape[::-1], dtype=dtype)
-
-
-@custom_op("megalaunch::float8_cast_blocks", mutates_args=())
-def float8_cast_blocks(
-    x_RK: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return fp8 values and the scale of each block (`CastKernels.cast_blocks`)."""
-    from megalaunch.kernels.float8_cast_triton import cast_blocks
-
-    values, scales = _empty_blocks(x_RK, block, dtype)
-    cast_blocks(x_RK, scales, values, block, power_of_two, largest_scale)
-    return values, scales
-
-
-@float8_cast_blocks.register_fake
-def _(
-    x_RK: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return _empty_blocks(x_RK, block, dtype)
-
-
-def _empty_blocks(x_RK: Tensor, block: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    counts = block_counts(x_RK.shape, block)
-    return x_RK.new_empty(x_RK.shape, dtype=dtype), x_RK.new_empty(counts, dtype=torch.float32)
-
-
-@custom_op("megalaunch::float8_cast_blocks_both", mutates_args=())
-def float8_cast_blocks_both(
-    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return fp8 values and scales of x, and of its transpose (`CastKernels.cast_blocks_both`)."""
-    from megalaunch.kernels.float8_cast_triton import cast_blocks_both
-
-    made = *_empty_blocks(x_RK, (1, width), dtype), *_empty_blocks(x_RK.t(), (1, width), dtype)
-    cast_blocks_both(x_RK, *made, width, power_of_two, largest_scale)
-    return made
-
-
-@float8_cast_blocks_both.register_fake
-def _(
-    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_empty_blocks(x_RK, (1, width), dtype), *_empty_blocks(x_RK.t(), (1, width), dtype)
-
-
-@custom_op("megalaunch::float8_cast_with_amax", mutates_args=())
-def float8_cast_with_amax(
-    x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return fp8 values, their transpose or nothing, and the amax (`CastKernels.cast_with_amax`)."""
-    from megalaunch.kernels.float8_cast_triton import cast_with_amax
-
-    return cast_with_amax(x_RK, scale_11, dtype, transpose)
-
-
-@float8_cast_with_amax.register_fake
-def _(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
-    values, transposed = (
-        x_RK.new_empty(size, dtype=dtype) for size in (x_RK.shape, x_RK.shape[::-1] if transpose else 0)
-    )
-    return values, transposed, x_RK.new_empty(1, 1, dtype=torch.float32)
 
 
 @custom_op("megalaunch::loss_sums", mutates_args=())

@@ -54,6 +54,8 @@ _KERNELS = (
     "fp8 cast, mxfp8",
     "fp8 cast, delayed, both layouts",
     "grouped linear",
+    "fp8 grouped linear, rowwise",
+    "fp8 grouped linear, blockwise",
     "permute and unpermute",
     "AdamW",
     "gradient norm",

@@ -194,12 +194,17 @@ def test_fp8_matmuls_of_the_card_are_those_of_the_emulation(recipe, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_fp8_experts_of_the_card_are_those_of_the_emulation(recipe, monkeypatch):
-    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
-        pytest.skip("torch multiplies experts in fp8 on Hopper and B200 only")
-    fp8 = {"recipe": recipe, "format": "e4m3"}
-    values = {**WIDE, **MOE, "precision__compute_dtype": "fp8", "precision__fp8": fp8}
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"])
+def test_fp8_experts_of_the_card_are_those_of_the_emulation(recipe, form, monkeypatch):
+    card = torch.cuda.get_device_capability()
+    if card not in ((9, 0), (10, 0)) or (recipe in SINCE and card[0] != SINCE[recipe][0]):
+        pytest.skip(f"this card multiplies no experts in fp8 ({recipe})")
+    fp8 = {"recipe": recipe, "format": form}
+    sizes = {**WIDE, **MOE}
+    if recipe in SINCE:
+        sizes |= {**OF_128, "model__moe": {**MOE["model__moe"], "ffn_hidden_size": 128}}
+    values = {**sizes, "precision__compute_dtype": "fp8", "precision__fp8": fp8}
     emulated = train(small_spec(**values, precision__emulate=True), "cuda", monkeypatch)
     assert_close(train(small_spec(**values), "cuda", monkeypatch), emulated, 1e-2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -60,7 +62,7 @@ def test_columns_times_rows(height):
     groups = PaddedGroups.of(OFFSETS, ROWS, 16)
     x, dy = random(ROWS, K), random(ROWS, N, seed=1)
     a, b = (cast(groups.pad(rows).t(), (height, 16)) for rows in (dy, x))
-    found = scaled_columns_times_rows(a, b, groups, torch.float32, emulate=True)
+    found = scaled_columns_times_rows(a, b, groups, torch.float32, width=0, emulate=True)
     wide_a, wide_b = a.dequantize().double(), b.dequantize().double()
     for e, (start, end) in enumerate(pairwise([0, *groups.offsets_E.tolist()])):
         torch.testing.assert_close(
@@ -101,7 +103,7 @@ def test_the_native_products_are_the_emulated_ones(height, monkeypatch):
     left, right = (Float8Matrix.quantize(x, s, (height, 16), E4M3) for x, s in zip(columns, scales, strict=True))
     for product, arguments, kept in (
         (scaled_rows_times_matrices, (cast(x, (1, 0)), b, OFFSETS), slice(61)),
-        (scaled_columns_times_rows, (left, right, groups), slice(None)),
+        (partial(scaled_columns_times_rows, width=0), (left, right, groups), slice(None)),
     ):
         native = product(*arguments, torch.bfloat16, emulate=False)[kept]
         emulated = product(*arguments, torch.float32, emulate=True)[kept]
@@ -117,3 +119,10 @@ def test_a_torch_without_the_operator_is_named(monkeypatch):
     ):
         float8_grouped._operator()
     float8_grouped._operator.cache_clear()
+
+
+def test_products_that_torch_does_not_multiply_name_triton_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megalaunch.kernels.float8_grouped_triton", None)  # as if its import failed
+    a, b = cast(random(ROWS, K), (1, 0), E5M2), cast(random(EXPERTS * N, K), (1, 0))
+    with pytest.raises(RuntimeError, match=r"gradients in e5m2, need Triton \(.*\): install it, or set precision\.fp8"):
+        scaled_rows_times_matrices(a, b, OFFSETS, torch.float32, emulate=False)

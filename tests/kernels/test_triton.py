@@ -13,6 +13,7 @@ from triton_add_norm_cases import ADD_NORM_CASES
 from triton_comparison import compare, randn
 from triton_float8_cases import FLOAT8_CASES
 from triton_geglu_cases import GEGLU_CASES
+from triton_grouped_cases import GROUPED_CASES
 from triton_loss_cases import LOSS_CASES
 from triton_operator_cases import OPERATOR_CASES
 from triton_rope_cases import ROPE_CASES
@@ -91,6 +92,7 @@ CASES = {
     **ROPE_CASES,
     **GEGLU_CASES,
     **FLOAT8_CASES,
+    **GROUPED_CASES,
     **LOSS_CASES,
     **OPERATOR_CASES,
     **{

@@ -34,6 +34,11 @@ KERNELS = {
     ],
     "cast of (128, 128) blocks, (192, 96) torch.float16": ["_cast_blocks", "_cast_blocks"],
     "cast with amax": ["_cast", "_cast"],
+    "rows times matrices, an expert without rows, 0": ["_rows_times_matrices"],
+    "rows times matrices, an expert without rows, 32": ["_rows_times_matrices"],
+    "rows times matrices, square blocks": ["_rows_times_matrices"],
+    "columns times rows, an expert without rows, 128": ["_columns_times_rows"],
+    "columns times rows, scales of experts, 0": ["_columns_times_rows"],
     "loss of 2 x 16387 torch.bfloat16": ["_gradient", "_loss_and_gradient", "_sums"],
     "loss with a cap": ["_gradient", "_loss_and_gradient", "_sums"],
 }

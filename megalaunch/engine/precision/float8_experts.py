@@ -67,10 +67,10 @@ class Float8GroupedMatmuls:
         """Return dy_e^T x_e; in the operands' dtype with `precision.fp8.wgrad=false`."""
         if not self._wgrad:
             return columns_times_rows(dy_RF, x_RH, offsets_E)
-        width = self._blocks.activation[1] or _ROW_ALIGNMENT
-        groups = PaddedGroups.of(offsets_E, x_RH.shape[0], width)
+        width = self._blocks.activation[1]
+        groups = PaddedGroups.of(offsets_E, x_RH.shape[0], width or _ROW_ALIGNMENT)
         a, b = (self._cast_columns(rows, operand, groups) for rows, operand in ((dy_RF, GRADIENT), (x_RH, INPUT)))
-        return scaled_columns_times_rows(a, b, groups, x_RH.dtype, emulate=self._emulate)
+        return scaled_columns_times_rows(a, b, groups, x_RH.dtype, width=width, emulate=self._emulate)
 
     def _cast_matrices(self, weight_ENK: Tensor, along: LinearDim) -> Float8Matrix:
         """Cast the experts' matrices, one below the other: [E, N, K] -> [E N, K]."""

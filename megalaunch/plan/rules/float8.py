@@ -98,31 +98,6 @@ def experts_chip(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.experts", "Native fp8 experts have scales of tensors or rows, and all operands in e4m3.")
-def experts(at: RuleContext) -> Iterator[Violation]:
-    """torch's grouped matmul in fp8 takes two matrices in e4m3 with one scale a row. Emulation has no such limits."""
-    if not (_is_native(at) and at.has_experts):
-        return
-    fp8 = at.spec.precision.fp8
-    fixes: tuple[Fix, ...] = (
-        {"precision.fp8.recipe": "rowwise", "precision.fp8.format": "e4m3"},
-        {"precision.emulate": True},
-        {"precision.compute_dtype": "bf16"},
-    )
-    if fp8.recipe in ("blockwise", "mxfp8"):
-        yield Violation(
-            "precision.fp8.recipe",
-            f"native matmuls of experts have a scale for a tensor or a row, not for a part of a row ({fp8.recipe})",
-            fixes=fixes,
-        )
-    elif fp8.format != "e4m3":
-        yield Violation(
-            "precision.fp8.format",
-            f"native matmuls of experts multiply e4m3 only, but with format {fp8.format} gradients are in e5m2",
-            fixes=fixes,
-        )
-
-
 @rule("fp8.compile", "train.compile is off with the delayed recipe.")
 def compiled(at: RuleContext) -> Iterator[Violation]:
     """A graph cannot record amaxes: a tensor saved for backward must not change, and each microbatch changes them."""

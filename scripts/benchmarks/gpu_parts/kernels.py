@@ -23,6 +23,7 @@ from megalaunch.engine.model.attention.core import whole_sample_attention
 from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
 from megalaunch.engine.model.tp_region import NO_TP
 from megalaunch.engine.precision.float8 import Float8Matmuls
+from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
@@ -37,7 +38,7 @@ from megalaunch.kernels.float8_cast import (
 )
 from megalaunch.kernels.forms import Block
 from megalaunch.kernels.geglu import geglu, geglu_reference
-from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
+from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_by, grouped_linear_reference
 from megalaunch.kernels.layer_norm import layer_norm, layer_norm_reference
 from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.kernels.permute import permute, sort_by_expert, unpermute
@@ -261,16 +262,36 @@ def _linear_cross_entropy(at: _Inputs) -> Kernel:
     return Kernel((x, weight), at.compiled(forms, reference), flops=6 * x.numel() * s.vocabulary)
 
 
-def _grouped_linear(at: _Inputs) -> Kernel:
+def _experts(at: _Inputs) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return rows, the matrices of their experts, the offsets of even loads, and the operations of a step."""
     s = at.sizes
     rows = s.tokens * s.choices // 2
     x, weight = at.randn(rows, s.hidden), at.randn(s.experts, s.expert_ffn, s.hidden, scale=0.02)
     offsets = torch.arange(1, s.experts + 1, device=x.device, dtype=torch.int32) * (rows // s.experts)
+    return x, weight, offsets, 6 * rows * s.hidden * s.expert_ffn
+
+
+def _grouped_linear(at: _Inputs) -> Kernel:
+    x, weight, offsets, flops = _experts(at)
     forms: dict[str, Form] = {
         "reference": lambda x, w: grouped_linear_reference(x, w, offsets),
         "ours": lambda x, w: grouped_linear(x, w, offsets),
     }
-    return Kernel((x, weight), forms, flops=6 * rows * s.hidden * s.expert_ffn)
+    return Kernel((x, weight), forms, flops=flops)
+
+
+def _float8_grouped_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
+    def build(at: _Inputs) -> Kernel:
+        x, weight, offsets, flops = _experts(at)
+        spec = Float8Spec(recipe=recipe, format="e4m3")  # type: ignore[arg-type]
+        matmuls = Float8GroupedMatmuls(spec, at.setting.device != "cuda", lambda operand, amax: amax, None)
+        forms: dict[str, Form] = {
+            "bf16": lambda x, w: grouped_linear(x, w, offsets),
+            "ours": lambda x, w: grouped_linear_by(matmuls, x, w, offsets),
+        }
+        return Kernel((x, weight), forms, flops=flops, fp8=True)
+
+    return build
 
 
 def _permute(at: _Inputs) -> Kernel:
@@ -399,6 +420,8 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "fp8 cast, mxfp8": _float8_cast((1, 32), True),
     "fp8 cast, delayed, both layouts": _float8_cast_delayed,
     "grouped linear": _grouped_linear,
+    "fp8 grouped linear, rowwise": _float8_grouped_linear("rowwise"),
+    "fp8 grouped linear, blockwise": _float8_grouped_linear("blockwise"),
     "permute and unpermute": _permute,
     "AdamW": _adamw,
     "gradient norm": _grad_norm,

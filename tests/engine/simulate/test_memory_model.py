@@ -277,8 +277,8 @@ IMBALANCE = "parallel.moe_load_imbalance"  # the simulated rank is the busiest o
 CAPACITY = ("model.moe.capacity_factor=1.5", "model.moe.balance_loss=batch", "model.moe.balance_loss_coeff=0.01")
 
 
-def _with_experts(layout: str, *overrides: str) -> Case:
-    return Case(layout, 4, (16, 2, 2048), LAYER, overrides, shape=EXPERTS)
+def _with_experts(layout: str, *overrides: str, **settings: str) -> Case:
+    return Case(layout, 4, (16, 2, 2048), LAYER, overrides, shape=EXPERTS, **settings)
 
 
 BUSIEST = _with_experts("ep4", f"{IMBALANCE}=2")
@@ -290,6 +290,9 @@ CASES += [
     _with_experts("ep4", *CAPACITY, "model.moe.pad_to_capacity=true"),
     _with_experts("ep2tp2", f"{IMBALANCE}=1.5"),
     _with_experts("ep2etp2", f"{IMBALANCE}=1.5"),
+    _with_experts("ep4", f"{IMBALANCE}=2", precision="fp8_blockwise"),
+    _with_experts("ep4", precision="fp8_rowwise"),
+    _with_experts("ep4", precision="mxfp8", platform="b200"),
 ]
 
 

@@ -173,9 +173,6 @@ PRECISION = {
         "platform=a100_80gb cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16"
         " precision.emulate=true",
     ),
-    "fp8.experts": Case(
-        "precision.fp8.format=hybrid", "precision.fp8.format=e4m3", (*MIXTRAL, *FP8, "precision.fp8.recipe=rowwise")
-    ),
     "fp8.experts_chip": Case("platform=rtx4090", "platform=h200", (*MIXTRAL, *ANY_GPUS, *OF_EXPERTS)),
     "fp8.blockwise_chip": Case(
         "platform=b200", "platform=h100", (*TINY, *ANY_GPUS, "precision.fp8.recipe=blockwise", *BLOCKS_OF_128)
