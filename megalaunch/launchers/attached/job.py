@@ -222,6 +222,8 @@ class AttachedJob:
             reason = end.reason
         except OSError as error:
             reason = str(error)
+        except Exception as error:  # of any kind: without an end, who waits for the job would wait for ever
+            reason = f"{type(error).__name__}: {error}"
         finally:
             end_nodes(self._nodes)
             self._starter.close()
