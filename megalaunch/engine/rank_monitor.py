@@ -27,7 +27,8 @@ CLOSE_SECONDS = 5.0
 _SETUP, _STEP, _CHECKPOINTING = "setup", "step", "checkpointing"
 SECTIONS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("loading torch", "joining", "building", "looking for checkpoints", "loading"), _SETUP),
+        **dict.fromkeys(("loading torch", "joining", "building", "loading"), _SETUP),
+        **dict.fromkeys(("looking for checkpoints", "checking checkpoints"), _SETUP),
         **dict.fromkeys(("step", "waiting for tokens", "validating", "evaluating tasks"), _STEP),
         **dict.fromkeys(("saving", "waiting for storage"), _CHECKPOINTING),
     }

@@ -15,6 +15,7 @@ from looped_run import ten_steps
 from megalaunch.engine import rank_monitor
 from megalaunch.engine.rank_monitor import SECTIONS, RankMonitorReporter, reports_to_rank_monitor
 from megalaunch.engine.train.storage_retry import STORAGE
+from megalaunch.launch.hang.rank_monitor import STARTING
 from megalaunch.rundir.progress import ProgressWriter
 from megalaunch.schema import with_values
 
@@ -160,3 +161,8 @@ def test_a_monitor_of_nvrx_takes_the_messages(nvrx, spec, tmp_path, monkeypatch,
     assert {name for name, seconds in observed.section_to_max_time.items() if seconds > 0} == set(_ALL)
     assert (observed.open_sections, clients[0].is_initialized) == ({}, False)
     assert "no longer watches" not in capfd.readouterr().err
+
+
+def test_every_phase_up_to_the_first_step_is_setup():
+    """A rank is connected to its monitor after "starting"."""
+    assert {phase for phase, section in SECTIONS.items() if section == "setup"} == STARTING - {"starting"}
