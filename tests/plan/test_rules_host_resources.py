@@ -2,12 +2,14 @@
 
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 from made_specs import H100_NODE, LAPTOP, resolved
 
 from megalaunch.plan.check import check
 from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
 from megalaunch.plan.parameters import count_parameters
+from megalaunch.plan.rules import local_checkpoint
 from megalaunch.schema import with_values
 
 BIG = ("recipe=tiny", "data.corpus=x", "parallel=dp1", "model=llama3_8b", "tokenizer.vocab_size=128256")
@@ -108,3 +110,13 @@ def test_only_what_surely_does_not_fit_stops_a_launch():
         machine = replace(LAPTOP, memory_bytes=int(room))
         findings = found("memory.host", *one, machine=machine, purpose="train")[1]
         assert [finding.severity for finding in findings] == ([severity] if severity else [])
+
+
+def test_only_the_runs_own_checkpoints_on_a_node_count_as_free(tmp_path):
+    """Another run's folder may begin with the name of this one."""
+    for folder, size in (("run-0123456789ab", 3), ("run-2-0123456789ab", 5), ("run-0123456789ab.txt", 7)):
+        shard = tmp_path / folder / "rank_00000/step_00000002"
+        shard.mkdir(parents=True)
+        (shard / "shard.safetensors").write_bytes(bytes(size))
+    at = SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(directory="runs/run")))
+    assert local_checkpoint._own_bytes(at, tmp_path) == 3

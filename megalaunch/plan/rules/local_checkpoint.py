@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.schema.local_checkpoint import LocalCheckpointSpec, MemoryCheckpointSpec, expand_node_path
 
 _GB = 1e9
+_DIGEST = 12 * "[0-9a-f]"  # at the end of the name of a run's folder on its nodes
 
 register_inert(
     InertSetting(
@@ -181,8 +183,8 @@ def _device(path: Path) -> int | None:
 
 def _own_bytes(at: RuleContext, folder: Path) -> int:
     """Return the bytes of the run's existing checkpoints in a folder, which newer ones replace."""
-    name = Path(at.spec.run.directory or "").name
+    name = glob.escape(Path(at.spec.run.directory or "").name)
     try:
-        return sum(file.stat().st_size for file in folder.glob(f"{name}-*/rank_*/step_*/*"))
+        return sum(file.stat().st_size for file in folder.glob(f"{name}-{_DIGEST}/rank_*/step_*/*"))
     except (OSError, ValueError):  # not readable; no path at all
         return 0
