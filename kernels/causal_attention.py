@@ -152,7 +152,7 @@ class _Block(NamedTuple):
     end: int
     heads: int
 
-    def allocate(self, rows: Tensor) -> Tensor:
+    def rows_of(self, rows: Tensor) -> Tensor:
         """Return a view of the block's rows, [B G, q R, f], of [B G, S R, f]."""
         return rows[:, self.first * self.heads : self.end * self.heads]
 
@@ -163,7 +163,7 @@ class _Block(NamedTuple):
 
     def weights(self, queries: Tensor, keys_DT: Tensor, behind: Tensor) -> Tensor:
         """Return the rows' softmax weights, fp32 [B G, q R, T]. `behind`: the causal mask within a block, [q R, q]."""
-        scores = torch.bmm(self.allocate(queries), keys_DT[..., : self.end])
+        scores = torch.bmm(self.rows_of(queries), keys_DT[..., : self.end])
         scores[..., self.first :].add_(behind[: scores.shape[1], : self.end - self.first])
         return torch.softmax(scores, dim=-1, out=scores)
 
@@ -238,17 +238,14 @@ class _Causal(torch.autograd.Function):
         dq = _token_by_token(gradients[0], k.shape[-1])
         dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
         for block in reversed(blocks):
-            own, seen, sum_so_far = (
-                block.allocate(dout),
-                slice(block.end),
-                int(block.end < tokens),
-            )  # 0: the last block covers all keys
+            own, seen = block.rows_of(dout), slice(block.end)
+            sum_so_far = int(block.end < tokens)  # 0: the last block covers all keys
             weights = saved_weights.pop() if saved_weights else block.weights(queries, keys_DT, behind)
             dvalues[:, seen].baddbmm_(weights.mT, own, beta=sum_so_far)
             dscores = torch.bmm(own, values_DT[..., seen])
             torch._softmax_backward_data(dscores, weights, -1, torch.float32, grad_input=dscores)
             block.put(torch.bmm(dscores, keys[:, seen]), _token_major(dq, groups))
-            dkeys[:, seen].baddbmm_(dscores.mT, block.allocate(queries), beta=sum_so_far)
+            dkeys[:, seen].baddbmm_(dscores.mT, block.rows_of(queries), beta=sum_so_far)
         dk = _token_by_token(k)
         torch.mul(dkeys.view(k.shape), ctx.scale, out=dk)
         return dq, dk, _token_by_token(v).copy_(dvalues.view(v.shape)), None

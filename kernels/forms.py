@@ -1,8 +1,8 @@
 """Forms of operators that a context prescribes in place of the device's own: for a simulation of another device.
 
 They are no overrides of a vendor (overridable.py), which a context with forms does not use. The dispatch of a kernel
-asks for them first. They are set through a context variable, not by an argument: the backward
-pass and the recomputation of activations call kernels too.
+asks for them first. They are set through a context variable, not by an argument: the backward pass and the
+recomputation of activations call kernels too.
 """
 
 from __future__ import annotations

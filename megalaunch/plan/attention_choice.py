@@ -133,7 +133,7 @@ def _why_scores(model: ModelSpec) -> str:
     if model.attention_dropout > 0:
         return "fused kernels have other dropout masks"
     if model.attn_logit_softcapping is not None:
-        return "FlexAttention, which has soft caps, serves not this device, dtype, head size or cp_comm_type"
+        return "FlexAttention, which has soft caps, does not serve this device, dtype, head size or cp_comm_type"
     return f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
 
 

@@ -116,7 +116,10 @@ def test_a_fix_names_no_other_package(backend):
         ((*H100, *ULYSSES, SINKS), "blocks with scores in fp32: torch's operator has no sinks"),
         ((*H100, *LONG, *ULYSSES, SINKS), "blocks of flash attention: sinks in samples above 2,048 tokens"),
         ((*H100, "model=gpt_oss_20b", *LONG), "blocks of flash attention: sinks in samples above 2,048 tokens"),
-        ((*H100, CAP), "blocks with scores in fp32: FlexAttention, which has soft caps, serves not this device, dtype"),
+        (
+            (*H100, CAP),
+            "blocks with scores in fp32: FlexAttention, which has soft caps, does not serve this device, dtype",
+        ),
         ((*H100, *WIDE, CAP), "torch's FlexAttention, compiled: computes soft caps, which no other fused kernel"),
         ((*H100, *WIDE, CAP, WINDOW, "model.sliding_window_pattern=2"), "torch's FlexAttention, compiled: computes"),
         ((*H100, "model.attention_dropout=0.1"), "blocks with scores in fp32: fused kernels have other dropout masks"),

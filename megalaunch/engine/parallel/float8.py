@@ -59,10 +59,8 @@ def apply_float8(model: Decoder, spec: RunSpec, mesh: Mesh) -> None:
     layers = []
     for name, module in chosen.items():
         matmuls: Float8Matmuls | Float8GroupedMatmuls
-        delayed = None
         if isinstance(module, GroupedLinear):
-            if histories is not None:
-                delayed = histories.of_experts(name, experts.start, len(experts))
+            delayed = None if histories is None else histories.of_experts(name, experts.start, len(experts))
             reduce_amax = _ExpertReduction.of(module.layout, mesh).maximum
             module.matmuls = matmuls = Float8GroupedMatmuls(settings, emulate, reduce_amax, delayed)
         else:

@@ -150,8 +150,8 @@ def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
     """All-gather the next unit's parameters while a unit computes (`overlap`), or each unit's only when it runs.
 
     FSDP2 has two ways to all-gather: on CUDA streams of its own, overlapping with any computation, or as an async
-    operation of the process group, in call order. CPUs have no streams, and without overlap
-    the all-gather must not run on a separate stream: both take the second way.
+    operation of the process group, in call order. CPUs have no streams, and without overlap the all-gather must not
+    run on a separate stream: both take the second way.
     """
     in_forward_order = fsdp_modules(model)  # starts with the root, which holds the embedding
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"

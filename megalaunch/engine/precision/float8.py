@@ -3,8 +3,7 @@
 x W^T, dy W and dy^T x sum over different dims, and scales of rows and of parts of rows lie along the dim of the sum:
 so operands are saved in 16 bits, and each matmul casts its two. dy is read and cast once for both matmuls of the
 backward pass, with one scale of the tensor or with those of blocks of either layout; scales of whole rows and columns
-need all of it first. Only weights have square blocks (DeepSeek-AI 2024,
-DeepSeek-V3 report, section 3.3).
+need all of it first. Only weights have square blocks (DeepSeek-AI 2024, DeepSeek-V3 report, section 3.3).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _IO_REPORT_SECONDS = 2.0
 class RunLogger:
     """Log writer of one rank: rank 0 writes metrics and events, every rank writes its own progress.
 
-    A failed write raises nothing here, since the other ranks would wait in their next collective. Training goes on
+    A failed write raises nothing here, since the other ranks would wait in their next collective. Training continues
     while the writes wait in memory for the storage. At the deadline the failure is the `problem`, which the trainer
     shares with all ranks at the next sync. A checkpoint is saved only after all writes (`sync_metrics`).
 
@@ -216,8 +216,8 @@ class RunLogger:
         if not self._first:
             return
         lines = read_lines(self._directory.metrics)
-        told = {line.get("step") for line in lines if "loss" in line or "left_out" in line}
-        missing = [number for number in range(1, step + 1) if number not in told]
+        logged = {line.get("step") for line in lines if "loss" in line or "left_out" in line}
+        missing = [number for number in range(1, step + 1) if number not in logged]
         if missing:
             self.event("metrics_gap", until_step=step, missing=len(missing), first=missing[0], last=missing[-1])
 

@@ -81,7 +81,7 @@ class Check:
             "cpu": [
                 rank
                 for rank, mine in enumerate(self.cpu_waits)
-                if 1 - (mine - 2 * self._cpu_wait_beside(rank)) < threshold
+                if 1 - (mine - 2 * self._usual_cpu_wait(rank)) < threshold
             ],
             "data": [rank for rank, mine in enumerate(self.data_waits) if 1 - (mine - usual_wait) < threshold],
         }
@@ -93,7 +93,7 @@ class Check:
         waits = self.cpu_waits if cause == "cpu" else self.data_waits
         return 1 - max(waits[rank] for rank in ranks)
 
-    def _cpu_wait_beside(self, rank: int) -> float:
+    def _usual_cpu_wait(self, rank: int) -> float:
         """Return the median of the other ranks: among two ranks that of all would have half of the rank's own wait."""
         return median([*self.cpu_waits[:rank], *self.cpu_waits[rank + 1 :]])
 

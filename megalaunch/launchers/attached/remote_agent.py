@@ -1,4 +1,4 @@
-"""Run the command of one node on a host; ssh starts this there, without arguments: all that it needs comes by stdin.
+"""Run the command of one node on a host; ssh or an actor of Ray starts this there, and all that it needs is on stdin.
 
 Standard input is a lease: when it ends, or is silent for LEASE_SECONDS, the command and all that it started are
 killed. Standard output has records alone, one line of JSON each; the output of the command goes to standard error.

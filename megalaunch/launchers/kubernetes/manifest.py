@@ -29,8 +29,13 @@ from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema.kubernetes import KubernetesSpec
 
 FINAL_CODES = (
-    *(ExitCode.CONFIGURATION, ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.NON_FINITE, ExitCode.NO_PROGRESS),
+    ExitCode.CONFIGURATION,
+    ExitCode.DATA,
+    ExitCode.CHECKPOINT,
+    ExitCode.NON_FINITE,
+    ExitCode.NO_PROGRESS,
 )
+"""The exit codes of failures on purpose."""
 _REPLICATED_JOB = "node"
 _LONGEST_NAME = 40  # a pod's host name, with what controllers append, has at most 63
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
