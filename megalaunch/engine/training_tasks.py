@@ -1,7 +1,7 @@
 """Tasks of lm-eval during training: the training model, under its layout, as lm-eval's model.
 
 Every rank runs lm-eval on the same questions, since each forward pass is collective. Random states are restored
-afterwards, so that training goes on as without tasks.
+afterwards, so that training continues as without tasks.
 """
 
 from __future__ import annotations

@@ -63,6 +63,6 @@ def continue_in_background() -> Background:
     for number in _FORWARDED:
         signal.signal(number, forward)
     if os.read(read, 1) == _READY:
-        os._exit(0)  # nothing of this process is cleaned up: the child goes on with it
+        os._exit(0)  # nothing of this process is cleaned up: the child continues with it
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os._exit(128 - code if code < 0 else code)

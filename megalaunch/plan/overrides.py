@@ -59,7 +59,7 @@ def override_changes(now: Sequence[str], before: Sequence[str]) -> list[str]:
 
 
 def changed_overrides(spec: RunSpec, stored: RunSpec) -> list[Finding]:
-    """Return a warning if a begun run goes on with other overrides than it had: its numbers may change."""
+    """Return a warning if a begun run continues with other overrides than it had: its numbers may change."""
     changes = override_changes(spec.platform.overrides, stored.platform.overrides)
     if not changes:
         return []

@@ -41,7 +41,7 @@ class Fence:
     Args:
         path: `attempts.jsonl`.
         restarted: whether the agent, the parent of this process, has started workers of this run before. If others have
-            claimed a number since, their agent is the one that goes on.
+            claimed a number since, their agent is the one that continues.
 
     Attributes:
         number: of this attempt, from 1; None before it is known, when nothing is refused.

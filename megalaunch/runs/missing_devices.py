@@ -1,4 +1,4 @@
-"""Say first what devices a run needs and what this machine has, with the commands to go on."""
+"""Say first what devices a run needs and what this machine has, with the commands to continue."""
 
 from __future__ import annotations
 

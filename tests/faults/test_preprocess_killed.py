@@ -110,7 +110,7 @@ def test_an_end_while_the_final_names_are_given(corpus, one_pass, tmp_path, monk
         patch.setattr(Path, "replace", replace)
         if step == "assemble":
             patch.setattr(state, "copy_index", full)
-        with pytest.raises(DataError, match=r"No space left on device\. Free space there, then go on with --resume"):
+        with pytest.raises(DataError, match=r"No space left on device\. Free space there, then continue with --resume"):
             preprocess([str(corpus[0])], tmp_path / "out", settings_for(corpus[1]), lambda progress: None)
     assert not (tmp_path / "out_text_document.idx").exists()
     resumed: list[int] = []

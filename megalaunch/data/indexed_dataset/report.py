@@ -92,5 +92,5 @@ def write_report(prefix: Path, content: dict[str, Any]) -> Path:
     try:
         write_file_atomically(path, json.dumps(content, indent=2) + "\n", PUBLIC_FILE_MODE, leftover="lock")
     except OSError as error:
-        raise cannot("write it", path, error, "Free space there, then go on with --resume.") from error
+        raise cannot("write it", path, error, "Free space there, then continue with --resume.") from error
     return path

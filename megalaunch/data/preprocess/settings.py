@@ -75,7 +75,7 @@ class Fixes:
     no_eod: str = "Leave out --append-eod."
     no_special_tokens: str = ", as by Megatron's tool; --no-bos leaves that out"
     bad_record: str = "To leave such records out: --on-bad-record skip."
-    disk_full: str = "Free space there, then go on with --resume; no file has its final name yet."
+    disk_full: str = "Free space there, then continue with --resume; no file has its final name yet."
     worker_died: str = "Give fewer --workers, or free memory; --resume continues with the finished work."
 
 

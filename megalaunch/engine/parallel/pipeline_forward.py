@@ -95,7 +95,7 @@ class DistributedGenerator:
         """The device of token ids and logits."""
         return self._mesh.device
 
-    @torch.inference_mode(False)  # a sharded model keeps gathered parameters, which training goes on to use
+    @torch.inference_mode(False)  # a sharded model keeps gathered parameters, which training continues to use
     @torch.no_grad()
     def __call__(self, tokens_BS: Tensor, positions: Tensor, kv_cache: KVCache) -> Tensor:
         """Return the fp32 logits of the last position, [B, 1, V], on every rank. Collective."""

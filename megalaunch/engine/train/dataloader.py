@@ -99,7 +99,7 @@ class MicroBatch:
         return self.map(Tensor.pin_memory) if platform_of(device).pins_host_memory else self
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on a device; pinned memory is copied while the host goes on."""
+        """Return a copy on a device; pinned memory is copied while the host continues."""
         return self.map(lambda part: part.to(device, non_blocking=True))
 
 
@@ -128,7 +128,7 @@ class StepBatch:
         return replace(self, microbatches=tuple(microbatch.pin_for(device) for microbatch in self.microbatches))
 
     def to(self, device: torch.device) -> StepBatch:
-        """Return a copy on a device; pinned memory is copied while the host goes on."""
+        """Return a copy on a device; pinned memory is copied while the host continues."""
         return replace(self, microbatches=tuple(microbatch.to(device) for microbatch in self.microbatches))
 
 

@@ -40,7 +40,7 @@ class RowScorer:
     ) -> None:
         self._model, self._mesh, self._forward_only, self._release = model, mesh, forward_only, release
 
-    @torch.inference_mode(False)  # a sharded model keeps gathered parameters, which training goes on to use
+    @torch.inference_mode(False)  # a sharded model keeps gathered parameters, which training continues to use
     @torch.no_grad()
     def score(
         self, pairs: Sequence[Pair], batch_size: int, longest: int, before_batch: Callable[[], None]

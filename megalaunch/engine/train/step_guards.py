@@ -48,7 +48,7 @@ class ZeroGradientGuard:
 class ExpertCollapseGuard:
     """Counter of consecutive steps in which one expert of a layer gets most tokens, the same on every rank.
 
-    Logs an event per layer when the count reaches `train.expert_collapse_steps`. The run goes on: balancing may win.
+    Logs an event per layer when the count reaches `train.expert_collapse_steps`. The run continues: balancing may win.
 
     Args:
         spec: The run spec.

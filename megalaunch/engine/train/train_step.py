@@ -89,7 +89,7 @@ class TrainStep:
 
     `samples` describes the samples of a loss that is not finite; None: they are named by their index.
     `observer` gets the forward and backward passes as the phase "forward"; backward passes report themselves.
-    `updates` is the state that a resumed run goes on with, `history` has its last losses.
+    `updates` is the state that a resumed run continues with, `history` has its last losses.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TrainStep:
         self.set_updates(updates or UpdateState())
 
     def set_updates(self, updates: UpdateState) -> None:
-        """Go on with the state of the updates at another step."""
+        """Continue with the state of the updates at another step."""
         self._updates = updates.with_scale(self._spec.precision)
 
     def leave_out(self, step: int) -> UpdateState:
@@ -296,7 +296,7 @@ class TrainStep:
         return f"computed again, the losses of {', '.join(map(str, ranks))} are others: suspect these devices"
 
     def _refuse(self, ending: RunEnd, stop: signal.Signals | None) -> NoReturn:
-        """End a bad step before its update: raise `ending`, or a BadStep if the run goes on without the batch."""
+        """End a bad step before its update: raise `ending`, or a BadStep if the run continues without the batch."""
         if self._spec.train.bad_step_action == "stop":
             raise ending
         self._optimizer.drop_grads()

@@ -344,7 +344,7 @@ class Trainer:
     def _write_profile(self, step: int) -> None:
         try:
             written = self._profiler.write_after(step, self._last_step)
-        except OSError as error:  # training goes on without it
+        except OSError as error:  # training continues without it
             self._record.event("note", message=f"the profile could not be written: {error}")
         else:
             if written is not None:

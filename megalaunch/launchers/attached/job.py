@@ -113,7 +113,7 @@ class _End:
     Attributes:
         reason: what the first node to end says.
         again: whether to start again.
-        lost: a host was lost; its processes may go on until their lease is over.
+        lost: a host was lost; its processes may continue until their lease is over.
         failed_nodes: nodes that should not take part again: lost ones, or those that failed the preflight.
         needs_others: it can start again only without `failed_nodes`: on spare hosts in their places, or on fewer.
     """

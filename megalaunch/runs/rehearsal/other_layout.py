@@ -27,7 +27,7 @@ _PLAIN_PIPELINE = {
 def other_layout(spec: RunSpec) -> RunSpec:
     """Return the spec of a rehearsal under another layout that is valid, preferably with half of every axis.
 
-    The same one with outer steps: a run goes on with the replicas that it has.
+    The same one with outer steps: a run continues with the replicas that it has.
     """
     if spec.parallel.outer_steps:
         return spec

@@ -170,7 +170,7 @@ def test_max_bad(tmp_path, tokenizer, limit, said):
         return
     with pytest.raises(DataError, match=said):
         preprocess([str(path)], tmp_path / "out", chosen, lambda _: None)
-    # With a higher limit it goes on, and lists each bad record once.
+    # With a higher limit it continues, and lists each bad record once.
     chosen = Settings(tokenizer, on_bad_record=OnBadRecord.SKIP, chunk_bytes=1, resume=True)
     done = preprocess([str(path)], tmp_path / "out", chosen, lambda _: None)
     assert [bad["line"] for bad in done.bad_records] == [1, 2, 3]
