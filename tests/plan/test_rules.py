@@ -26,7 +26,7 @@ def test_data_may_be_open_unless_mock_tokens_are_refused():
     (finding,) = findings("data.corpus=null", "data.mock=false")
     assert (finding.rule, finding.severity, finding.fixes) == ("data.source", "error", ("data.mock=null",))
     (finding,) = findings("data.train_prefix=x", "tokenizer.path=pyproject.toml", purpose="train")[:1]
-    assert (finding.rule, finding.severity) == ("data.source", "error")
+    assert (finding.rule, finding.severity, finding.fixes[0]) == ("data.source", "error", "data.corpus=null")
 
 
 def test_addresses_and_names_on_hubs_are_no_paths():

@@ -32,12 +32,13 @@ def source(at: RuleContext) -> Iterator[Violation]:
             fixes=({"data.mock": None},),
         )
     elif len(given) > 1:
-        # One fix per source: remove all others, and with prepared tokens their validation prefix.
+        # One fix per source: remove all others, and with prepared tokens their validation prefix. The fix that keeps
+        # the corpus is last: shipped recipes name a corpus, so the other source is the one that was added.
         alone = [[key for key in given if key != only] for only in given]
         with_prefix = ["validation_prefix"] if data.validation_prefix is not None else []
         fixes = [
             _absent([*others, *(with_prefix if "train_prefix" in others else [])])
-            for others in sorted(alone, key=lambda others: "corpus" in others)
+            for others in sorted(alone, key=lambda others: "corpus" not in others)
         ]
         shown = " and ".join(f"data.{key}={as_override(getattr(data, key))}" for key in given)
         yield Violation(f"data.{given[-1]}", f"two sources are given, {shown}", {"sources": list(given)}, tuple(fixes))
