@@ -76,7 +76,7 @@ def import_(
         typer.echo(_verification_line(report))
         typer.echo(f"wrote {output}")
         if (output.expanduser() / TOKENIZER_FILE).is_file():
-            typer.echo(f'next: megalaunch generate {output} --prompt "..."')
+            typer.echo(f'next: megalaunch generate {shlex.quote(str(output))} --prompt "..."')
         else:
             typer.echo(f"{folder} has no tokenizer: {output} can start a run but cannot generate text")
 

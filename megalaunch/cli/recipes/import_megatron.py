@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +55,7 @@ def import_megatron(
     else:
         typer.echo(report_text(imported))
         typer.echo(f"\nwrote {', '.join(map(str, _paths(imported, output)))}")
-        typer.echo(f"next: megalaunch validate-config recipe={output}")
+        typer.echo(f"next: megalaunch validate-config {shlex.quote(f'recipe={output}')}")
 
 
 def _read(file: str) -> str:

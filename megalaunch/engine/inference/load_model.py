@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,7 +104,7 @@ def not_verified_warning(folder: Path) -> str:
     """Return a note that a folder's config was not verified against transformers, whose import takes seconds."""
     return (
         f"{folder / 'config.json'} is read by megalaunch alone, not verified against transformers "
-        f"(megalaunch convert import {folder} verifies it)"
+        f"(megalaunch convert import {shlex.quote(str(folder))} --output CHECKPOINT verifies it)"
     )
 
 

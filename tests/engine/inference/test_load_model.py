@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from family_variants import VOCABULARY, make
@@ -10,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from megalaunch.engine.checkpoint.convert import import_huggingface
-from megalaunch.engine.inference.load_model import open_model
+from megalaunch.engine.inference.load_model import not_verified_warning, open_model
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
@@ -28,3 +30,7 @@ def test_weights_and_expert_biases_arrive(name, tmp_path):
         assert all(buffer.dtype == torch.float32 for buffer in decoder.buffers())
         with torch.no_grad():
             torch.testing.assert_close(decoder(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_command_in_the_note_quotes_a_path_with_a_space():
+    assert "(megalaunch convert import 'my models/hf' --output " in not_verified_warning(Path("my models/hf"))
