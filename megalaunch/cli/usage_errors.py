@@ -24,9 +24,13 @@ _OTHER_NAMES = {
     "preprocess": ("prepare", "tokenize"),
     "train": ("fit", "finetune", "launch", "pretrain", "resume", "run", "start"),
     "validate-config": ("check", "lint", "validate"),
-    "watch": ("attach", "status"),
+    "watch": ("attach",),
 }
 """Other programs' names of each command."""
+_NO_SERVER = (
+    "There is no server: 'megalaunch convert export RUN_DIR --output HF_DIR' writes a folder for inference "
+    "servers, 'megalaunch generate RUN_DIR --prompts FILE' answers many prompts."
+)
 
 
 def next_step(arguments: Sequence[str], commands: Sequence[str]) -> str:
@@ -35,6 +39,8 @@ def next_step(arguments: Sequence[str], commands: Sequence[str]) -> str:
     >>> next_step(["trian", "recipe=tiny"], ["train", "plan"])
     "Did you mean 'megalaunch train recipe=tiny'?"
     """
+    if arguments[0].lower() in ("serve", "deploy"):
+        return _NO_SERVER
     recipe = _recipe_argument(arguments[0])
     wanted = ["train", recipe] if recipe else [_command_for(arguments[0], commands)]
     if wanted[0] is not None:

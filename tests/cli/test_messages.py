@@ -54,6 +54,10 @@ def test_every_flag_that_import_megatron_maps_has_an_answer():
     assert translate("data-path", ["0.5", "a", "0.5", "b"]).overrides == ("data.blend=['0.5 a','0.5 b']",)
 
 
+def test_a_server_is_not_taken_for_a_sweep():
+    assert "megalaunch convert export" in next_step(["serve", "runs/a"], list(COMMANDS))
+
+
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
