@@ -112,7 +112,10 @@ class ConfigFile:
                 continue
             why = ignore_reason(key, value)
             if why is None:
-                self.problems.append(f"config.json: {key} ({value!r:.80}) is unknown to this family")
+                self.problems.append(
+                    f"config.json: {key} ({value!r:.80}) is unknown to this family; remove it if the logits do not "
+                    "depend on it"
+                )
             else:
                 self.notes.append(f"config.json: {key} ({value!r:.80}) is ignored: {why}")
 

@@ -15,6 +15,7 @@ METADATA = frozenset(
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_commit_hash",
+        "_model_name_or_path",  # from a GGUF file, by transformers
         "_name_or_path",
         "_num_labels",
         "architectures",

@@ -74,6 +74,7 @@ def test_a_key_that_changes_nothing_is_noted_and_one_that_might_is_refused():
         "config.json: is_llama_config (True)",
         "config.json: rope_interleaved (False)",
     ]
+    from_hf_config({**PUBLISHED["Qwen/Qwen3-0.6B"], "_model_name_or_path": "Qwen3 0.6B"}, "from a GGUF file")
     for key, value in (("use_mrope", True), ("rope_interleaved", 1), ("qkv_bias", True), ("embd_pdrop", 0.1)):
         assert ignore_reason(key, value) is None
         with pytest.raises(FamilyError, match=f"{key} .* is unknown"):
