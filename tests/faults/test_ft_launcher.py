@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import yaml
-from cluster_runs import losses_of
+from cluster_runs import LENGTH, STEPS, losses_of, undisturbed_run
 from launching import events_of, steps_of, wait_until
-from training import tiny_overrides, train_tiny
+from training import tiny_overrides
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
@@ -20,8 +20,6 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
-STEPS = 120
-_LENGTH = (f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}")
 _LAUNCHER = ("-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--nproc-per-node=2", "--max-restarts=2")
 _HERE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
 _TIMEOUTS = {
@@ -36,9 +34,9 @@ _TIMEOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.timed
-def test_a_stopped_rank_is_killed_by_its_monitor_and_the_run_resumes_exactly(tmp_path):
+def test_a_stopped_rank_is_killed_by_its_monitor_and_the_run_resumes_exactly(tmp_path, tmp_path_factory):
     pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
-    overrides = tiny_overrides(tmp_path, *_LENGTH, "launcher.enable_ft_package=true")
+    overrides = tiny_overrides(tmp_path, *LENGTH, "launcher.enable_ft_package=true")
     prepared = CliRunner().invoke(app, ["train", *overrides, "--prepare-only"])
     assert prepared.exit_code == 0, prepared.output
     run = RunDirectory(tmp_path / "run")
@@ -63,7 +61,4 @@ def test_a_stopped_rank_is_killed_by_its_monitor_and_the_run_resumes_exactly(tmp
     assert said.count(" were still open.") <= 2  # those of the first attempt: the last one has closed its sections
     assert events_of(run, "resumed")[-1]["step"] >= 20
     assert read_outcome(run.outcome).step == STEPS
-    undisturbed = RunDirectory(tmp_path / "undisturbed/run")
-    code, _, err = train_tiny(tmp_path / "undisturbed", *_LENGTH)
-    assert (code, err) == (0, "")
-    assert losses_of(run) == losses_of(undisturbed)
+    assert losses_of(run) == losses_of(undisturbed_run(tmp_path_factory))

@@ -6,9 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
-from cluster_runs import call, losses_of, parent_of, processes, started, tokens_of
+from cluster_runs import ON_FEWER, assert_losses_on_fewer, call, parent_of, processes, started
 from launching import events_of, steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
@@ -16,9 +15,6 @@ from training import tiny_overrides
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = [pytest.mark.timed, pytest.mark.slow]
-TOLERANCE = 1e-5  # of losses under another layout, as for checkpoints of random layouts
-STEPS = 60
-LENGTH = (f"train.steps={STEPS}", "train.validation_interval=1000", "checkpoint.interval=5")
 
 
 @pytest.fixture
@@ -38,9 +34,11 @@ def lose_node_1(run, config):
     return lambda: config.write_text(text)
 
 
-def test_a_lost_host_is_left_out_and_taken_back_with_the_losses_of_an_undisturbed_run(hosts, tmp_path):
+def test_a_lost_host_is_left_out_and_taken_back_with_the_losses_of_an_undisturbed_run(
+    hosts, tmp_path, tmp_path_factory
+):
     run, config = RunDirectory(tmp_path / "run/run"), tmp_path / "ssh/client"
-    overrides = tiny_overrides(tmp_path / "run", *LENGTH, *hosts, "launcher.min_nodes=1", shared=tmp_path)
+    overrides = tiny_overrides(tmp_path / "run", *ON_FEWER, *hosts, "launcher.min_nodes=1", shared=tmp_path)
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 6, 120)
         open_node_1 = lose_node_1(run, config)
@@ -55,9 +53,4 @@ def test_a_lost_host_is_left_out_and_taken_back_with_the_losses_of_an_undisturbe
     assert [event["workers"] for event in events_of(run, "launch")] == [2, 1, 2]
     assert "RUNNING (1 of 2 nodes, on node0, restart 1)" in output
     assert "the run continues on all 2 nodes: node1 is back\n" in output
-    two = tiny_overrides(tmp_path / "local", *LENGTH, "cluster.devices_per_node=2", shared=tmp_path)
-    assert call(tmp_path, "train", *two)[0] == 0
-    undisturbed = RunDirectory(tmp_path / "local/run")
-    assert list(losses_of(run)) == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(list(losses_of(run).values()), list(losses_of(undisturbed).values()), rtol=TOLERANCE)
-    assert tokens_of(run) == tokens_of(undisturbed)
+    assert_losses_on_fewer(run, tmp_path_factory)

@@ -12,7 +12,17 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-from cluster_runs import LENGTH, STEPS, agents, detached_and_stopped, losses_of, processes, started, workers
+from cluster_runs import (
+    LENGTH,
+    STEPS,
+    agents,
+    detached_and_stopped,
+    losses_of,
+    processes,
+    started,
+    undisturbed_run,
+    workers,
+)
 from launching import steps_of, wait_until
 from training import tiny_overrides
 from typer.testing import CliRunner
@@ -44,7 +54,7 @@ def cluster():
 
 @pytest.mark.slow
 @pytest.mark.timed
-def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(cluster, tmp_path):
+def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(cluster, tmp_path, tmp_path_factory):
     run = RunDirectory(tmp_path / "run")
     overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *LENGTH)
     with started(tmp_path, *overrides) as train:
@@ -57,11 +67,8 @@ def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(c
     assert "restart 1: node 1 (" in output
     assert "resuming after step " in output
     assert processes(str(run.root), "-m megalaunch") == []
-    local = RunDirectory(tmp_path / "local/run")
-    names = tiny_overrides(tmp_path / "local", "cluster.devices_per_node=2", *LENGTH, shared=tmp_path)
-    subprocess.run([*COLD_MEGALAUNCH, "train", *names], cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert len(losses_of(run)) == STEPS
-    assert losses_of(run) == losses_of(local)
+    assert losses_of(run) == losses_of(undisturbed_run(tmp_path_factory))
 
 
 @pytest.fixture
@@ -76,8 +83,10 @@ def no_cluster(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timed
-def test_without_an_address_ray_is_started_here_and_a_killed_agent_resumes_exactly(no_cluster, tmp_path):
-    run, undisturbed = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "undisturbed/run")
+def test_without_an_address_ray_is_started_here_and_a_killed_agent_resumes_exactly(
+    no_cluster, tmp_path, tmp_path_factory
+):
+    run = RunDirectory(tmp_path / "run")
     here = ("launcher=ray", "cluster.devices_per_node=2", *LENGTH)
     with started(tmp_path, *tiny_overrides(tmp_path, *here)) as train:
         wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 12), 180)
@@ -91,10 +100,8 @@ def test_without_an_address_ray_is_started_here_and_a_killed_agent_resumes_exact
     assert "resuming after step " in output
     assert processes(str(run.root), "-m megalaunch") == []
     wait_until(lambda: processes(no_cluster, "raylet") == [], 30)
-    local = tiny_overrides(tmp_path / "undisturbed", "cluster.devices_per_node=2", *LENGTH, shared=tmp_path)
-    subprocess.run([*COLD_MEGALAUNCH, "train", *local], cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert len(losses_of(run)) == STEPS
-    assert losses_of(run) == losses_of(undisturbed)
+    assert losses_of(run) == losses_of(undisturbed_run(tmp_path_factory))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from cluster_runs import LENGTH, STEPS, agents, call, losses_of
+from cluster_runs import LENGTH, STEPS, agents, call, losses_of, undisturbed_run
 from launching import events_of, steps_of, wait_until
 from mini_slurm import mini_slurm
 from training import tiny_overrides
@@ -29,11 +29,13 @@ def slurm(tmp_path_factory, monkeypatch):
         yield
 
 
-def overrides_of(folder, *more, name="run"):
-    return tiny_overrides(folder / name, "cluster.devices_per_node=1", *LENGTH, *more, shared=folder)
+def overrides_of(folder, *more):
+    return tiny_overrides(folder / "run", "cluster.devices_per_node=1", *LENGTH, *more, shared=folder)
 
 
-def test_a_run_has_the_losses_of_an_undisturbed_one_after_a_killed_agent_and_a_requeue(slurm, tmp_path):
+def test_a_run_has_the_losses_of_an_undisturbed_one_after_a_killed_agent_and_a_requeue(
+    slurm, tmp_path, tmp_path_factory
+):
     folder = tmp_path / "it's 100%"  # quoted for the shell, for sbatch and for the pattern of the output file
     folder.mkdir()
     run = RunDirectory(folder / "run/run")
@@ -60,12 +62,8 @@ def test_a_run_has_the_losses_of_an_undisturbed_one_after_a_killed_agent_and_a_r
     assert len(events_of(run, "resumed")) == 2
     assert "restart 1: srun ended with exit code " in (run.logs / f"slurm-{number}.out").read_text()
     assert read_outcome(run.outcome).exit_code == 0
-    local = RunDirectory(tmp_path / "local/run")
-    two_workers = ("cluster.nodes=1", "cluster.devices_per_node=2")
-    names = [word for word in overrides_of(tmp_path, name="local") if not word.startswith("cluster.")]
-    assert call(tmp_path, "train", *names, *two_workers)[0] == 0
     assert len(losses_of(run)) == STEPS
-    assert losses_of(run) == losses_of(local)
+    assert losses_of(run) == losses_of(undisturbed_run(tmp_path_factory))
 
 
 @pytest.mark.release  # stand-ins for its commands hold the stop of a run, and real Slurm that of shards

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from cluster_runs import call, losses_of, started, tokens_of
+from cluster_runs import ON_FEWER, assert_losses_on_fewer, call, started
 from launching import events_of, steps_of, wait_until
 from mini_slurm import lose_node, mini_slurm, restarted_node
 from training import tiny_overrides
@@ -12,9 +11,6 @@ from training import tiny_overrides
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = [pytest.mark.timed, pytest.mark.slow]
-TOLERANCE = 1e-5  # of losses under another layout, as for checkpoints of random layouts
-SHORT, LONG = 60, 100  # steps; the longer run asks lost nodes after a checkpoint, and saves again
-LENGTH = ("train.validation_interval=1000", "checkpoint.interval=5")
 JOB = ("launcher=slurm", "cluster.nodes=2", "cluster.devices_per_node=1", "launcher.slurm.time='9:00'")
 
 
@@ -24,23 +20,14 @@ def environment(monkeypatch):
     return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
 
 
-def overrides_of(folder, steps, *more):
-    return tiny_overrides(folder, *LENGTH, f"train.steps={steps}", *more, shared=folder.parent)
+def overrides_of(folder, *more):
+    return tiny_overrides(folder, *ON_FEWER, *JOB, *more, shared=folder.parent)
 
 
-def has_the_losses_of_an_undisturbed_run(run, steps, folder):
-    code, output = call(folder, "train", *overrides_of(folder / "local", steps, "cluster.devices_per_node=2"))
-    assert code == 0, output
-    undisturbed = RunDirectory(folder / "local/run")
-    assert list(losses_of(run)) == list(range(1, steps + 1))
-    np.testing.assert_allclose(list(losses_of(run).values()), list(losses_of(undisturbed).values()), rtol=TOLERANCE)
-    assert tokens_of(run) == tokens_of(undisturbed)
-
-
-def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, tmp_path):
+def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, tmp_path, tmp_path_factory):
     run = RunDirectory(tmp_path / "run/run")
-    overrides = overrides_of(tmp_path / "run", LONG, *JOB, "launcher.min_nodes=1")
-    with mini_slurm(tmp_path / "slurm", down_after=300) as slurm:
+    overrides = overrides_of(tmp_path / "run", "launcher.min_nodes=1")
+    with mini_slurm(tmp_path / "slurm", down_after=300, srun_waits=5) as slurm:
         environment(slurm)
         with started(tmp_path, *overrides) as train:
             wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 6, 120)
@@ -54,12 +41,12 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, tmp_
     changes = [(event["nodes"], event["hosts"], event["reason"]) for event in events_of(run, "nodes_changed")]
     assert changes == [(1, ["n1"], "n2 does not answer"), (2, ["n1", "n2"], "n2 is back")], output
     assert [event["workers"] for event in events_of(run, "launch")] == [2, 1, 2]
-    has_the_losses_of_an_undisturbed_run(run, LONG, tmp_path)
+    assert_losses_on_fewer(run, tmp_path_factory)
 
 
-def test_a_spare_node_takes_the_place_of_a_lost_one(environment, tmp_path):
+def test_a_spare_node_takes_the_place_of_a_lost_one(environment, tmp_path, tmp_path_factory):
     run = RunDirectory(tmp_path / "run/run")
-    overrides = overrides_of(tmp_path / "run", SHORT, *JOB, "launcher.slurm.spare_nodes=1")
+    overrides = overrides_of(tmp_path / "run", "launcher.slurm.spare_nodes=1")
     with mini_slurm(tmp_path / "slurm", nodes=3) as slurm:
         environment(slurm)
         with started(tmp_path, *overrides) as train:
@@ -69,4 +56,4 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(environment, tmp_path):
         assert train.returncode == 0, output
     assert "the run continues on n1,n3: n2 does not answer\n" in output
     assert [event["workers"] for event in events_of(run, "launch")] == [2, 2]
-    has_the_losses_of_an_undisturbed_run(run, SHORT, tmp_path)
+    assert_losses_on_fewer(run, tmp_path_factory)

@@ -8,7 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_runs import LENGTH, STEPS, agents, call, detached_and_stopped, losses_of, parent_of, processes, started
+from cluster_runs import (
+    LENGTH,
+    STEPS,
+    agents,
+    call,
+    detached_and_stopped,
+    losses_of,
+    parent_of,
+    processes,
+    started,
+    undisturbed_run,
+)
 from launching import steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
@@ -30,8 +41,8 @@ def hosts(tmp_path_factory):
         yield overrides
 
 
-def overrides_of(folder, *more, name="run"):
-    return tiny_overrides(folder / name, *LENGTH, *more, shared=folder)
+def overrides_of(folder, *more):
+    return tiny_overrides(folder / "run", *LENGTH, *more, shared=folder)
 
 
 def on_the_hosts(run):
@@ -44,13 +55,13 @@ def restarts_of(run):
 
 
 @pytest.mark.slow
-def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(hosts, tmp_path, record_property):
+def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(
+    hosts, tmp_path, tmp_path_factory, record_property
+):
     run = RunDirectory(tmp_path / "run/run")
     three = "launcher.ssh.hosts=[node0,node1,spare]"
     with started(tmp_path, *overrides_of(tmp_path, *hosts, three, "launcher.max_restarts=2")) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 12, 120)
-        code, output = call(tmp_path, "status", str(run.root))
-        assert (code, "RUNNING (held by process" in output) == (0, True), output
         (agent,) = agents(run, "--node-rank=1")
         os.kill(agent, signal.SIGKILL)
         began = time.monotonic()
@@ -68,9 +79,8 @@ def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(h
     assert "restart 2" in output
     assert "node 0 moves from node0 to the spare host spare\n" in output
     assert "RUNNING (on spare,node1, restart 2)" in output
-    assert call(tmp_path, "train", *overrides_of(tmp_path, "cluster.devices_per_node=2", name="local"))[0] == 0
     assert len(losses_of(run)) == STEPS
-    assert losses_of(run) == losses_of(RunDirectory(tmp_path / "local/run"))
+    assert losses_of(run) == losses_of(undisturbed_run(tmp_path_factory))
 
 
 @pytest.mark.slow
@@ -94,6 +104,8 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
     overrides = overrides_of(tmp_path, *hosts, "train.steps=3000")
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
+        code, output = call(tmp_path, "status", str(run.root))
+        assert (code, "RUNNING (held by process" in output) == (0, True), output
         assert call(tmp_path, "stop", str(run.root))[0] == 0
         output, _ = train.communicate(timeout=60)
     assert train.returncode == 75, output

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import pytest
 from launching import steps_of, wait_until
+from made_once import made_once
+from training import tiny_overrides
 from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
@@ -19,12 +23,35 @@ from megalaunch.rundir.paths import RunDirectory
 
 STEPS = 120
 LENGTH = (f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "schedule.warmup_steps=10")
+STEPS_ON_FEWER = 100
+ON_FEWER = (f"train.steps={STEPS_ON_FEWER}", "train.validation_interval=1000", "checkpoint.interval=5")
+"""Of a run that nodes leave and join: its longer warmup keeps differences of rounding from growing."""
+TOLERANCE = 1e-5  # of losses under another layout, as for checkpoints of random layouts
 
 
 def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]:
     """A command of megalaunch in the folder; its exit code and output."""
     done = subprocess.run([*COLD_MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
     return done.returncode, done.stdout + done.stderr
+
+
+def undisturbed_run(factory: pytest.TempPathFactory, length: Sequence[str] = LENGTH) -> RunDirectory:
+    """The run of this length on two workers of this machine that nothing happens to, made once for all tests."""
+    steps = length[0].removeprefix("train.steps=")
+
+    def make(folder: Path) -> None:
+        code, output = call(folder, "train", *tiny_overrides(folder, "cluster.devices_per_node=2", *length))
+        assert code == 0, output
+
+    return RunDirectory(made_once(factory, f"undisturbed_{steps}_steps", make) / "run")
+
+
+def assert_losses_on_fewer(run: RunDirectory, factory: pytest.TempPathFactory) -> None:
+    """The run of ON_FEWER, part of it on fewer nodes, has the losses and tokens of an undisturbed one."""
+    undisturbed, steps = undisturbed_run(factory, ON_FEWER), list(range(1, STEPS_ON_FEWER + 1))
+    assert list(losses_of(run)) == steps
+    np.testing.assert_allclose(list(losses_of(run).values()), list(losses_of(undisturbed).values()), rtol=TOLERANCE)
+    assert tokens_of(run) == tokens_of(undisturbed)
 
 
 def detached_and_stopped(folder: Path, run: RunDirectory, *overrides: str) -> str:

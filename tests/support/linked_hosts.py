@@ -21,6 +21,7 @@ from megalaunch.launch.process import descendants, kill_all
 _HOSTS = (0, 1)
 _LOGIN = 2
 _PORT = 2222
+# As in mini_ssh.py, one thread for each worker: all hosts have the same cores.
 _SERVER = """\
 Port {port}
 ListenAddress {address}
@@ -31,6 +32,7 @@ UsePAM no
 StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
+SetEnv OMP_NUM_THREADS=1
 """
 _CLIENT = """\
 Host node0

@@ -21,7 +21,8 @@ from megalaunch.launch.process import descendants, kill_all
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 
-# 22.05 and later; cred_expire shortens the delay of two minutes before a requeued job starts again.
+# 22.05 and later; cred_expire shortens the delay of two minutes before a requeued job starts again, and MessageTimeout
+# the ten seconds after which a node that was asked does not answer.
 _CONF = """\
 ClusterName=mini
 SlurmctldHost={host}(127.0.0.1)
@@ -43,6 +44,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 SlurmdTimeout={down_after}
+MessageTimeout=3
 KillWait=2
 ReturnToService=2
 JobRequeue=1
@@ -52,16 +54,28 @@ SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
 """
 _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000\n"
+# Batch scripts let srun wait a minute for the launchers of other nodes, once one has ended.
+_IMPATIENT_SRUN = """\
+#!/bin/sh
+for word; do
+    shift
+    [ "$word" != --wait=60 ] || word=--wait={seconds}
+    set -- "$@" "$word"
+done
+exec {srun} "$@"
+"""
 _QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 @contextmanager
-def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10) -> Iterator[dict[str, str]]:
+def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10, srun_waits: int = 60) -> Iterator[dict[str, str]]:
     """Start the cluster of nodes n1, n2, ...; yield the variables with which Slurm's commands find it.
 
-    Nothing of it is left. A node that does not answer is marked down after `down_after` seconds.
+    Nothing of it is left. The test is skipped where Slurm is not installed or this user may not run it.
 
-    The test is skipped where Slurm is not installed or this user may not run it.
+    Args:
+        down_after: seconds without an answer, after which a node is marked down.
+        srun_waits: seconds for which srun waits for the launchers of other nodes, once one has ended.
     """
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing or os.geteuid() != 0:
@@ -79,7 +93,11 @@ def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10) -> Iterator[d
     of_nodes = [_NODE.format(name=name, host=host, port=free_ports()) for name in names]
     head = _CONF.format(host=host, folder=folder, port=free_ports(), down_after=down_after)
     conf.write_text(head + "".join(of_nodes))
-    variables = {"SLURM_CONF": str(conf), "PATH": _path()}
+    srun = folder / "bin/srun"
+    srun.parent.mkdir()
+    srun.write_text(_IMPATIENT_SRUN.format(seconds=srun_waits, srun=shutil.which("srun", path=_path())))
+    srun.chmod(0o755)
+    variables = {"SLURM_CONF": str(conf), "PATH": f"{srun.parent}:{_path()}"}
     environment = {**os.environ, **variables}
     munge = [f"--key-file={key}", *(f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed"))]
     commands = (

@@ -16,12 +16,14 @@ from several_nodes import free_ports
 
 from megalaunch.launch.process import descendants, kill_all
 
+# Each host takes itself to have all cores: with a thread on each, the workers of two would wait for each other's.
 _SERVER = """\
 Port {port}
 ListenAddress 127.0.0.1
 ListenAddress 127.0.0.2
 ListenAddress 127.0.0.4
 AcceptEnv GLOO_SOCKET_IFNAME
+SetEnv OMP_NUM_THREADS=1
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/user_key.pub
 PidFile {folder}/pid
