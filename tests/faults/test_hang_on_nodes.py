@@ -75,12 +75,12 @@ def test_a_rank_that_makes_no_progress_is_named_with_the_stacks_of_all(tmp_path,
     run = RunDirectory(tmp_path / "run")
     environment = {}
     if kind == "loop":
-        write_faulty_step(tmp_path, rank=1, step=60, fault="while True: pass")  # as a data set that never yields
+        write_faulty_step(tmp_path, rank=1, step=20, fault="while True: pass")  # as a data set that never yields
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     nodes = start_training_nodes(tmp_path, "train.steps=4000", "launcher.max_restarts=0", shared=shared, **environment)
     with_nodes = ended_processes(nodes)
     try:
-        wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 58, 120)
+        wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 18, 120)
         if kind == "stop":
             os.kill(read_progress(run.progress(1)).pid, signal.SIGSTOP)
         began = time.monotonic()

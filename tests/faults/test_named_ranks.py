@@ -19,8 +19,8 @@ from megalaunch.rundir.progress import read_progress
 
 pytestmark = pytest.mark.timed
 
-TIMEOUT = 12
-OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
+TIMEOUT, SHORT_TIMEOUT = 12, 6  # the table of faults states times under the longer
+OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,9 @@ def named(directory: RunDirectory, exception: str) -> dict | None:
 @pytest.mark.slow
 def test_a_rank_that_dies_and_one_that_stalls(tmp_path, shared):
     directory = RunDirectory(tmp_path / "run")
-    with training(tmp_path, "parallel=tp2pp2", *OVERRIDES, shared=shared) as process:
+    with training(
+        tmp_path, "parallel=tp2pp2", *OVERRIDES, f"launcher.hang_timeout={TIMEOUT}", shared=shared
+    ) as process:
         wait_until(lambda: 7 in steps_of(directory), 120)
         os.kill(read_progress(directory.progress(3)).pid, signal.SIGKILL)
         died = wait_until(lambda: named(directory, "SIGKILL"), TIMEOUT)
@@ -102,7 +104,8 @@ def test_a_rank_that_falls_out_of_step(tmp_path, shared, name, record_property):
     layout, rank, coordinates, fault, said = FAULTS[name]
     write_faulty_step(tmp_path, rank, step=4, fault=fault)
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0")
+    timeout = TIMEOUT if name in ("another_collective", "an_endless_loop") else SHORT_TIMEOUT
+    overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0", f"launcher.hang_timeout={timeout}")
     code, _, err = train_tiny(tmp_path, *overrides, shared=shared, PYTHONPATH=python_path)
     directory = RunDirectory(tmp_path / "run")
     assert code in (5, 6), err
