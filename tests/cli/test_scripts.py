@@ -252,10 +252,11 @@ def test_bench_lists_its_benchmarks():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Our scripts, three files of tests, and a .venv whose Python prints its arguments."""
+    """Our scripts, four files of tests, and a .venv whose Python prints its arguments."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "tests").mkdir()
-    for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.timed", "timed.py": "mark.timed"}.items():
+    timed = "@pytest.mark.timed"
+    for name, text in {"test_a.py": "", "test_b.py": timed, "test_c.py": timed, "timed.py": "mark.timed"}.items():
         (tmp_path / "tests" / name).write_text(text)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -289,7 +290,8 @@ def test_three_tests_at_once_and_then_the_timed_ones(checkout, arguments, select
     assert f"-m pytest -m {selection} --collect-only -qq\n" in (checkout / "calls").read_text()  # while these run
     assert calls[3:] == [
         f"1 -m pytest -m {selection} and not timed -n 3 --dist worksteal --durations=30",
-        f"-m pytest -m {selection} and timed -n 2 --dist loadfile --durations=30 tests/test_b.py",
+        f"1 -m pytest -m {selection} and timed -n 3 --dist loadfile --no-loadscope-reorder --durations=30 "
+        "tests/test_c.py tests/test_b.py",
     ]
     assert (err, code) == ("", 0)
 
