@@ -80,7 +80,7 @@ def _apply(
 ) -> Tensor:
     # A view is no leaf: for a leaf, `needs_grad` cannot tell whether a pass computes its gradient.
     y_RF: Tensor = _GroupedLinear.apply(x_RH, weight_EFH.view_as(weight_EFH), offsets_E, matmuls)
-    return y_RF if bias_EF is None else y_RF + bias_EF[experts_of_rows(offsets_E, x_RH.shape[0])]
+    return y_RF if bias_EF is None else add_expert_biases(y_RF, bias_EF, offsets_E)
 
 
 def grouped_linear_reference(x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
@@ -88,10 +88,23 @@ def grouped_linear_reference(x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor
     return _loop(x_RH, weight_EFH.transpose(1, 2), offsets_E)
 
 
+def add_expert_biases(y_RF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return y + b_e for the expert e of each row, [R, F]. Differentiable.
+
+    Rows past the last offset get zeros of no expert, so that their undefined gradients reach no bias.
+    """
+    return y_RF + F.pad(bias_EF, (0, 0, 0, 1))[_ends_before(offsets_E, y_RF.shape[0])]
+
+
 def experts_of_rows(offsets_E: Tensor, rows: int) -> Tensor:
     """Return the expert of each row, int64 [R]; the last one for rows past the last offset."""
+    return _ends_before(offsets_E, rows).clamp_(max=offsets_E.shape[0] - 1)
+
+
+def _ends_before(offsets_E: Tensor, rows: int) -> Tensor:
+    """Return how many experts end before each row, int64 [R]: its expert, or E past the last offset."""
     numbers = torch.arange(rows, dtype=offsets_E.dtype, device=offsets_E.device)
-    return torch.searchsorted(offsets_E, numbers, right=True).clamp_(max=offsets_E.shape[0] - 1)
+    return torch.searchsorted(offsets_E, numbers, right=True)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -40,13 +40,14 @@ def test_one_matmul_per_expert(sizes, dtype, offsets):
 def test_rows_past_the_last_offset_are_not_read(features):
     offsets = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
     rows, weight = torch.randn(15, 16), torch.randn(4, features, 16)
-    rows[11:] = torch.nan
+    gradients = torch.ones(15, features)
+    rows[11:] = gradients[11:] = torch.nan
 
     def run(x):
-        leaf = weight.clone().requires_grad_()
-        out = grouped_linear(x, leaf, offsets)[:11]
-        out.backward(torch.ones(11, features))
-        return out, leaf.grad
+        leaves = weight.clone().requires_grad_(), torch.ones(4, features, requires_grad=True)
+        out = grouped_linear(x, leaves[0], offsets, leaves[1])
+        out.backward(gradients[: len(x)])
+        return out[:11], *(leaf.grad for leaf in leaves)
 
     for found, expected in zip(run(rows), run(rows[:11]), strict=True):
         torch.testing.assert_close(found, expected)

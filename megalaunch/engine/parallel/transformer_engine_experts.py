@@ -23,7 +23,7 @@ from megalaunch.engine.model.moe.experts import Experts, GroupedLinear
 from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.precision.transformer_engine import TransformerEngine
 from megalaunch.kernels.float8_grouped import PaddedGroups, padded_counts
-from megalaunch.kernels.grouped_linear import experts_of_rows
+from megalaunch.kernels.grouped_linear import add_expert_biases
 
 
 class TransformerEngineExperts:
@@ -66,7 +66,7 @@ class TransformerEngineExperts:
         y_PF = self._layers[projection](x_PH, local_param(projection.weight), rows.counts)
         if projection.bias is None:
             return y_PF
-        return y_PF + local_param(projection.bias)[experts_of_rows(rows.groups.offsets_E, x_PH.shape[0])]
+        return add_expert_biases(y_PF, local_param(projection.bias), rows.groups.offsets_E)
 
 
 class _GroupedProjection:
