@@ -116,6 +116,29 @@ def test_every_world_error_offers_another_cluster(overrides, rule_id, fix):
     assert fix in found.fixes
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rule_id", "fix"),
+    [
+        ("recipe=deepseek_tiny model.sliding_window=4 model.sliding_window_pattern=3", "mla.plain",
+         "model.sliding_window=null model.sliding_window_pattern=null"),
+        ("recipe=qwen3_moe_tiny parallel=dp3ep2 cluster.devices_per_node=3 batch.global_batch_size=6 "
+         "parallel.moe_token_dispatcher_type=allgather", "parallel.expert_world",
+         "parallel.ep=1 parallel.etp=1 parallel.moe_token_dispatcher_type=alltoall"),
+        ("recipe=llama_tiny parallel=pp2vpp2 cluster.devices_per_node=2 parallel.schedule=dualpipev",
+         "parallel.layers_by_vpp", "parallel.vpp=null parallel.schedule=auto"),
+        ("recipe=llama_tiny parallel=pp4vpp2 cluster.devices_per_node=4 parallel.schedule=zbv model.num_layers=4 "
+         "parallel.account_for_loss_in_pipeline_split=true", "parallel.layers_by_pp",
+         "parallel.account_for_loss_in_pipeline_split=false parallel.vpp=null parallel.schedule=auto"),
+    ],
+)  # fmt: skip
+def test_a_fix_takes_the_settings_along_that_need_what_it_removes(overrides, rule_id, fix):
+    """A pattern of windows without a window, a dispatcher without ep or a V schedule without vpp is a finding too."""
+    (found,) = [
+        f for f in findings("cluster.nodes=1", "data.corpus=x", base=tuple(overrides.split())) if f.rule == rule_id
+    ]
+    assert fix in found.fixes, found.fixes
+
+
 def test_a_fix_of_an_assumed_cluster_assumes_it_again():
     """On a laptop the nodes follow the layout: 3 nodes hold tp 4 x pp 6, and one holds the fix pp 2."""
     spec, composition = resolved("recipe=llama3_8b", "parallel=tp4pp6")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
-from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 
 register_inert(
     InertSetting(
@@ -163,11 +163,12 @@ def latent_plain(at: RuleContext) -> Iterator[Violation]:
     for key, value in plain.items():
         given = getattr(at.spec.model, key)
         if given != value:
+            pattern: Fix = {"model.sliding_window_pattern": None} if key == "sliding_window" else {}
             yield Violation(
                 f"model.{key}",
                 f"{key}={str(given).lower()} is not defined for latent attention",
                 {key: given},
-                ({f"model.{key}": value},),
+                ({f"model.{key}": value, **pattern},),
             )
 
 

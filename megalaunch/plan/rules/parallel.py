@@ -10,6 +10,12 @@ from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import nearest, other_clusters
 from megalaunch.plan.world import expert_model_parallel_size
 
+# What has no effect without expert parallelism.
+_NO_DISPATCH: Fix = {
+    "parallel.moe_token_dispatcher_type": "alltoall",
+    "parallel.overlap_moe_expert_parallel_comm": False,
+}
+
 
 @rule("parallel.world", "The world size is divisible by tp x pp x cp.")
 def world(at: RuleContext) -> Iterator[Violation]:
@@ -129,6 +135,7 @@ def expert_world(at: RuleContext) -> Iterator[Violation]:
             *nearest("parallel.ep", p.ep, lambda n: at.world is not None and at.world % (need // p.ep * n) == 0, 2),
             *other_clusters(at),
             {"parallel.ep": 1, "parallel.etp": 1},
+            {"parallel.ep": 1, "parallel.etp": 1, **_NO_DISPATCH},
         ),
     )
 

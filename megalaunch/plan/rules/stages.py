@@ -15,6 +15,7 @@ _UNCOUNTED: Fix = {
     "parallel.account_for_embedding_in_pipeline_split": False,
     "parallel.account_for_loss_in_pipeline_split": False,
 }
+_NO_VPP: Fix = {"parallel.vpp": None, "parallel.schedule": "auto"}  # some schedules need vpp
 
 
 def _faults(at: RuleContext, rule_id: str) -> Iterator[StageViolation]:
@@ -59,7 +60,7 @@ def _counted_ends(at: RuleContext) -> Iterator[Fix]:
         if p.vpp is None or share % p.vpp == 0:
             yield counted
         else:
-            yield from ({**counted, **other} for other in _divisors("parallel.vpp", p.vpp, share))
+            yield from ({**counted, **other} for other in (*_divisors("parallel.vpp", p.vpp, share), _NO_VPP))
 
 
 def _uneven_ends(at: RuleContext) -> Iterator[Fix]:
@@ -88,7 +89,7 @@ def layers_by_vpp(at: RuleContext) -> Iterator[Violation]:
             "layers_per_stage", p.num_layers_in_first_pipeline_stage or p.num_layers_in_last_pipeline_stage or 1
         )
         others = [fix for fix in _divisors("parallel.vpp", p.vpp or 1, shared) if fix["parallel.vpp"] > 1]
-        yield _broken(fault, *others, {"parallel.vpp": None}, _EVEN)
+        yield _broken(fault, *others, {"parallel.vpp": None}, _NO_VPP, _EVEN)
 
 
 def _divisors(key: str, value: int, number: int) -> Iterator[Fix]:
