@@ -238,7 +238,7 @@ def _reopen_derived(origins: Mapping[str, Origin], data: Mapping[str, Mapping[st
     """Mark the origins of values that are null or auto as open."""
     marked = {}
     for path, origin in origins.items():
-        marked[path] = replace(origin, open=entry_at(data, path) in (None, "auto"))
+        marked[path] = replace(origin, open=True) if entry_at(data, path) in (None, "auto") else origin
     return marked
 
 

@@ -69,6 +69,18 @@ def test_hydra_composes(monkeypatch):
     assert compose([LLAMA, "train.steps=5"]).spec.train.steps == 5
 
 
+def test_typed_values_are_gone_with_their_context():
+    """The same composition of files serves every list of typed values."""
+    from megalaunch.config.hydra.structured import structured_run_spec
+
+    composed = api.Composed(OmegaConf.structured(structured_run_spec()), OmegaConf.create())
+    before = OmegaConf.to_container(composed.config)
+    typed = {"train.steps": 7, "model.rope": {"theta": 1e4}, "parallel.tp": "${train.steps}"}
+    with composed.with_values(typed) as config:
+        assert (config.train.steps, config.model.rope.theta, config.parallel.tp) == (7, 1e4, 7)
+    assert OmegaConf.to_container(composed.config) == before
+
+
 def test_the_schema_is_a_structured_config():
     from omegaconf.errors import ValidationError
 

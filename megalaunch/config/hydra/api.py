@@ -43,17 +43,18 @@ class Composed:
     def with_values(self, values: Mapping[str, Any]) -> Iterator[DictConfig]:
         """Within the context, the run's config has values by key, as Hydra sets the value of an override.
 
-        Only the sections of the keys are copied, to put them back: a copy of all takes most of a composition's time.
+        They are set in copies of the sections of the keys, and the sections themselves are put back as they were:
+        OmegaConf would copy and type every leaf of an assigned section, for most of the time of a composition.
         """
-        sections = {key.partition(".")[0] for key in values} & set(self.config)
-        before = {name: copy.deepcopy(self.config[name]) for name in sections}
+        content = self.config.__dict__["_content"]
+        before = {name: content[name] for name in {key.partition(".")[0] for key in values} if name in content}
         try:
+            content |= copy.deepcopy(before)
             for key, value in values.items():
                 OmegaConf.update(self.config, key, value)
             yield self.config
         finally:
-            for name, section in before.items():
-                self.config[name] = section
+            content |= before
 
 
 def compose_config(nodes: ConfigNodes, overrides: Sequence[str]) -> Composed:
