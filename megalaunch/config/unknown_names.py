@@ -83,7 +83,9 @@ def _listed(group: str, names: Sequence[str]) -> str:
 def unknown_recipe(name: str, names: Sequence[str]) -> str:
     """Describe an unknown recipe and suggest the nearest one."""
     near = did_you_mean(name, list(names))
-    if not near and is_hub_name(name):
+    if _exists(f"{name}.yaml"):
+        near = f"; did you mean 'recipe={name}.yaml'?"
+    elif not near and is_hub_name(name):
         near = "; a model hub name is not a recipe"
     return f"there is no recipe {name!r}{near} (available: {', '.join(names)}; or a path to a .yaml)"
 

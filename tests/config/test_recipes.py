@@ -239,3 +239,12 @@ def test_a_file_cannot_redefine_a_layout(tmp_path, monkeypatch, name, beside):
         compose([recipe if beside else "recipe=tiny", f"parallel={name}"])
     said = [problem.message for problem in refused.value.problems]
     assert any(f"conf/parallel/{name}.yaml is named like a layout" in message for message in said), said
+
+
+def test_a_recipe_named_without_its_suffix_is_found_in_the_message(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").write_text("# @package _global_\n# Mine.\ndefaults:\n  - tiny\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        compose(["recipe=own/mine"])
+    assert "; did you mean 'recipe=own/mine.yaml'? (" in refused.value.problems[0].message
