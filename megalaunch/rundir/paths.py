@@ -150,7 +150,7 @@ class RunDirectory:
         return self.logs / "agent.log"
 
     def node_log(self, node: int | str) -> Path:
-        """Output of the command on a node that was started by ssh; `*`: the pattern of all."""
+        """Output of the command on a node that ssh or Ray started; `*`: the pattern of all."""
         return self.logs / f"node_{node}.log"
 
     @property
