@@ -20,11 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.forms import Block, CastKernels, kernel_forms, uses_triton
+from megalaunch.kernels.forms import LARGEST_SCALE, Block, CastKernels, kernel_forms, uses_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-_LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal fp32 number, which a GPU does not flush to 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Float8Matrix:
     @classmethod
     def quantize_blocks(cls, x_RK: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool) -> Float8Matrix:
         """Cast x with the scales of its blocks' own amaxes: by `power_of_two_scale`, or `scale_from_amax`."""
-        values, scales = _kernels(x_RK).cast_blocks(x_RK, block, power_of_two, _LARGEST_SCALE, dtype)
+        values, scales = _kernels(x_RK).cast_blocks(x_RK, block, power_of_two, dtype)
         return cls(values, scales, block)
 
     @classmethod
@@ -58,7 +56,7 @@ class Float8Matrix:
     ) -> tuple[Float8Matrix, Float8Matrix]:
         """Cast x and its transpose, each with the scales of its own (1, width) blocks, as `quantize_blocks` does."""
         values, scales, transposed, transposed_scales = _kernels(x_RK).cast_blocks_both(
-            x_RK, width, power_of_two, _LARGEST_SCALE, dtype
+            x_RK, width, power_of_two, dtype
         )
         return cls(values, scales, (1, width)), cls(transposed, transposed_scales, (1, width))
 
@@ -93,7 +91,7 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor
     An amax that is infinite or NaN gives a scale of 0 or NaN: the products are NaN, so that the step reports it.
     """
     largest = torch.full_like(amax, torch.finfo(dtype).max)  # number / tensor is number * reciprocal, rounded twice
-    scale = (largest / (amax * 2.0**margin)).clamp(max=_LARGEST_SCALE)
+    scale = (largest / (amax * 2.0**margin)).clamp(max=LARGEST_SCALE)
     return torch.where(amax == 0, 1.0, scale)
 
 
@@ -158,18 +156,16 @@ def _cast_both(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tens
     return values, values.t().contiguous()
 
 
-def _cast_blocks(
-    x_RK: Tensor, block: Block, power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _cast_blocks(x_RK: Tensor, block: Block, power_of_two: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     amax = _amax(x_RK, block)
     scales = power_of_two_scale(amax, dtype) if power_of_two else scale_from_amax(amax, dtype)
     return _cast(x_RK, scales, block, dtype), scales
 
 
 def _cast_blocks_both(
-    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
+    x_RK: Tensor, width: int, power_of_two: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = (_cast_blocks(each, (1, width), power_of_two, largest_scale, dtype) for each in (x_RK, x_RK.t()))
+    rows, columns = (_cast_blocks(each, (1, width), power_of_two, dtype) for each in (x_RK, x_RK.t()))
     return *rows, *columns
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalaunch.kernels.forms import block_counts
+from megalaunch.kernels.forms import LARGEST_SCALE, block_counts
 
 _TILE = 64  # rows and columns of a tile
 
@@ -167,9 +167,7 @@ def cast(x_RK: Tensor, scales_rk: Tensor, block: Sequence[int], dtype: torch.dty
     return values
 
 
-def cast_blocks(
-    x_RK: Tensor, scales_rk: Tensor, values: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float
-) -> None:
+def cast_blocks(x_RK: Tensor, scales_rk: Tensor, values: Tensor, block: Sequence[int], power_of_two: bool) -> None:
     """Write the scale of each block, (1, width) or a square one, and x * scale in fp8, of one read.
 
     Args:
@@ -178,7 +176,6 @@ def cast_blocks(
         values: Where the fp8 values are written, contiguous.
         block: The block; both extents are powers of two.
         power_of_two: Whether scales are powers of two.
-        largest_scale: The largest scale that is not a power of two.
     """
     height, width = block
     assert height in (1, width), "a tile is a block, or has one in each row"
@@ -188,7 +185,7 @@ def cast_blocks(
     _cast_blocks[tuple(scales_rk.shape) if height > 1 else (triton.cdiv(x_RK.shape[0], _TILE), scales_rk.shape[1])](
         x_RK, scales_rk, values, *x_RK.shape, *x_RK.stride(), scales_rk.stride(0),
         LARGEST=form.max, SMALLEST=form.smallest_normal, MANTISSA=-int(math.log2(form.eps)),
-        LARGEST_SCALE=largest_scale, POWER_OF_TWO=power_of_two, ROWS=height == 1,
+        LARGEST_SCALE=LARGEST_SCALE, POWER_OF_TWO=power_of_two, ROWS=height == 1,
         R=_TILE if height == 1 else height, K=width, num_warps=4 if height == 1 else 8,
     )  # fmt: skip
 
@@ -201,7 +198,6 @@ def cast_blocks_both(
     transposed_scales_kr: Tensor,
     width: int,
     power_of_two: bool,
-    largest_scale: float,
 ) -> None:
     """Write scales and fp8 values of x and of its transpose, by (1, width) blocks of each, of one read.
 
@@ -211,7 +207,6 @@ def cast_blocks_both(
         scales_rk, transposed_scales_kr: Where their scales are written, fp32 and contiguous.
         width: Columns of a block, a power of two.
         power_of_two: Whether scales are powers of two.
-        largest_scale: The largest scale that is not a power of two.
     """
     if not x_RK.numel():
         return
@@ -219,7 +214,7 @@ def cast_blocks_both(
     _cast_blocks_both[transposed_scales_kr.shape[1], scales_rk.shape[1]](
         x_RK, scales_rk, values, transposed_scales_kr, transposed, *x_RK.shape, *x_RK.stride(),
         scales_rk.stride(0), transposed_scales_kr.stride(0), LARGEST=form.max, SMALLEST=form.smallest_normal,
-        MANTISSA=-int(math.log2(form.eps)), LARGEST_SCALE=largest_scale, POWER_OF_TWO=power_of_two,
+        MANTISSA=-int(math.log2(form.eps)), LARGEST_SCALE=LARGEST_SCALE, POWER_OF_TWO=power_of_two,
         WIDTH=width, num_warps=4 if width < _TILE else 8,
     )  # fmt: skip
 

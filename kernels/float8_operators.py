@@ -56,20 +56,18 @@ def _(x_RK: Tensor, scale_11: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 @custom_op("megalaunch::float8_cast_blocks", mutates_args=())
 def float8_cast_blocks(
-    x_RK: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float, dtype: torch.dtype
+    x_RK: Tensor, block: Sequence[int], power_of_two: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return fp8 values and the scale of each block (`CastKernels.cast_blocks`)."""
     from megalaunch.kernels.float8_cast_triton import cast_blocks
 
     values, scales = _empty_blocks(x_RK, block, dtype)
-    cast_blocks(x_RK, scales, values, block, power_of_two, largest_scale)
+    cast_blocks(x_RK, scales, values, block, power_of_two)
     return values, scales
 
 
 @float8_cast_blocks.register_fake
-def _(
-    x_RK: Tensor, block: Sequence[int], power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _(x_RK: Tensor, block: Sequence[int], power_of_two: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _empty_blocks(x_RK, block, dtype)
 
 
@@ -80,20 +78,18 @@ def _empty_blocks(x_RK: Tensor, block: Sequence[int], dtype: torch.dtype) -> tup
 
 @custom_op("megalaunch::float8_cast_blocks_both", mutates_args=())
 def float8_cast_blocks_both(
-    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
+    x_RK: Tensor, width: int, power_of_two: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return fp8 values and scales of x, and of its transpose (`CastKernels.cast_blocks_both`)."""
     from megalaunch.kernels.float8_cast_triton import cast_blocks_both
 
     made = *_empty_blocks(x_RK, (1, width), dtype), *_empty_blocks(x_RK.t(), (1, width), dtype)
-    cast_blocks_both(x_RK, *made, width, power_of_two, largest_scale)
+    cast_blocks_both(x_RK, *made, width, power_of_two)
     return made
 
 
 @float8_cast_blocks_both.register_fake
-def _(
-    x_RK: Tensor, width: int, power_of_two: bool, largest_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x_RK: Tensor, width: int, power_of_two: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *_empty_blocks(x_RK, (1, width), dtype), *_empty_blocks(x_RK.t(), (1, width), dtype)
 
 

@@ -20,6 +20,9 @@ from torch import Tensor
 Block = tuple[int, int]
 """Rows and columns of a matrix that share one fp8 scale; 0 stands for all of them."""
 
+LARGEST_SCALE = 2.0**126
+"""The largest fp8 scale: its inverse is the smallest normal fp32 number, which a GPU does not flush to 0."""
+
 
 def block_counts(shape: Sequence[int], block: Sequence[int]) -> tuple[int, int]:
     """Return how many blocks a matrix has along its rows and its columns."""
@@ -66,10 +69,10 @@ class CastKernels:
         amax: (x_RK, block) -> the largest absolute value of each block, fp32 [r, k].
         cast: (x_RK, scales_rk, block, dtype) -> fp8 values.
         cast_both: (x_RK, scale_11, dtype) -> fp8 values [R, K] and their transpose [K, R].
-        cast_blocks: (x_RK, block, power_of_two, largest_scale, dtype) -> fp8 values and the scales of their blocks
-            [r, k], which are (1, width) or square, with powers of two for both extents.
-        cast_blocks_both: (x_RK, width, power_of_two, largest_scale, dtype) -> fp8 values of x and the scales of its
-            (1, width) blocks, then those of its transpose [K, R].
+        cast_blocks: (x_RK, block, power_of_two, dtype) -> fp8 values and the scales of their blocks [r, k], which are
+            (1, width) or square, with powers of two for both extents.
+        cast_blocks_both: (x_RK, width, power_of_two, dtype) -> fp8 values of x and the scales of its (1, width) blocks,
+            then those of its transpose [K, R].
         cast_with_amax: (x_RK, scale_11, dtype, transpose) -> fp8 values, their transpose (without elements if it is not
             asked for) and the largest absolute value of x, fp32 [1, 1].
     """
@@ -77,8 +80,8 @@ class CastKernels:
     amax: Callable[[Tensor, Block], Tensor]
     cast: Callable[[Tensor, Tensor, Block, torch.dtype], Tensor]
     cast_both: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
-    cast_blocks: Callable[[Tensor, Block, bool, float, torch.dtype], tuple[Tensor, Tensor]]
-    cast_blocks_both: Callable[[Tensor, int, bool, float, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]]
+    cast_blocks: Callable[[Tensor, Block, bool, torch.dtype], tuple[Tensor, Tensor]]
+    cast_blocks_both: Callable[[Tensor, int, bool, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]]
     cast_with_amax: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 
 
