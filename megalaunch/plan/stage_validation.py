@@ -96,9 +96,13 @@ def _even_violations(split: PipelineSplit) -> Iterator[StageViolation]:
     if rest:
         yield StageViolation("parallel.layers_by_pp", "parallel.pp", f"{layers} are not divisible by pp {pp}", numbers)
     elif share % vpp:
-        message = f"{share} layers per stage ({layers} / pp {pp}) are not divisible by vpp {vpp}"
+        message = f"{_counted_layers(share)} per stage ({layers} / pp {pp}) cannot be split evenly by vpp {vpp}"
         numbers |= {"vpp": vpp, "layers_per_stage": share}
         yield StageViolation("parallel.layers_by_vpp", "parallel.vpp", message, numbers)
+
+
+def _counted_layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def _no_pipeline(vpp: int) -> StageViolation:
@@ -137,7 +141,8 @@ def _uneven_violations(split: PipelineSplit) -> Iterator[StageViolation]:
         message = f"{named} leaves {rest} of {layers} layers, which cannot be split evenly over {ranks} other ranks"
         yield StageViolation("parallel.uneven_rest", path, message, {**numbers, "rest": rest, "ranks": ranks})
     elif ranks and (rest // ranks) % vpp:
-        message = f"{rest // ranks} layers of a middle rank ({rest} / {ranks}) are not divisible by vpp {vpp}"
+        share = _counted_layers(rest // ranks)
+        message = f"{share} of a middle rank ({rest} / {ranks}) cannot be split evenly by vpp {vpp}"
         yield StageViolation(
             "parallel.layers_by_vpp",
             "parallel.vpp",

@@ -136,7 +136,8 @@ class StepBatch:
 class BatchSampler:
     """Assignment of the samples of a global batch to data-parallel ranks.
 
-    Microbatch m of rank r has the `micro_batch_size` samples from (m * data_size + r) * micro_batch_size on.
+    Microbatch m of rank r has the `micro_batch_size` samples from (m * data_size + r) * micro_batch_size on. With outer
+    steps these are the samples and ranks of one replica: what it learns by itself must not depend on its layout.
 
     Attributes:
         step_samples: Takes the number of a step (from 1); returns its samples over all ranks.
@@ -164,15 +165,23 @@ class BatchSampler:
 
 def make_batch_sampler(spec: RunSpec, mesh: Mesh) -> BatchSampler:
     """Build the batch sampler of this rank, for a constant batch size or a rampup."""
-    t = mesh.topology
+    t, step_samples = mesh.topology, partial(samples_of_step, spec)
+    data_size = t.gradient_group.dp
     return BatchSampler(
-        partial(samples_of_step, spec),
+        partial(_samples_of_replica, step_samples, mesh.replicas) if t.outer_steps else step_samples,
         t.micro_batch_size,
-        mesh.dp_rank,
-        mesh.dp_size,
+        mesh.dp_rank % data_size,
+        data_size,
         mesh.cp,
         t.dynamic_context_parallel,
     )
+
+
+def _samples_of_replica(step_samples: Callable[[int], range], replicas: Axis, step: int) -> range:
+    """Return the replica's part of the samples of a step; the parts follow each other."""
+    samples = step_samples(step)
+    count = len(samples) // replicas.size
+    return samples[replicas.rank * count : (replicas.rank + 1) * count]
 
 
 class PrefetchingDataLoader:

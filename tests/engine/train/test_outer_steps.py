@@ -83,7 +83,7 @@ def train_on_one_process(spec: RunSpec, replicas: int) -> Trained:
         if step == 1:
             _copy_to(models, outer)
         for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            mine = [index for index in indices if _replica_of(spec, index - indices.start, replicas) == replica]
+            mine = [index for index in indices if (index - indices.start) * replicas // len(indices) == replica]
             loss = sum(_plain_loss(model, rows[index]) for index in mine) / mean_labels
             optimizer.zero_grad()
             loss.backward()
@@ -108,12 +108,6 @@ def _copy_to(models: list[torch.nn.Module], outer: torch.nn.Module) -> None:
     for model in models:
         for mine, weight in zip(model.parameters(), outer.parameters(), strict=True):
             mine.copy_(weight)
-
-
-def _replica_of(spec: RunSpec, position: int, replicas: int) -> int:
-    """The replica that reads a sample of a global batch."""
-    dp = spec.parallel.dp
-    return position // spec.batch.micro_batch_size % dp // (dp // replicas)
 
 
 def assert_same(found: Trained, expected: Trained) -> None:
