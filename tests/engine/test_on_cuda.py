@@ -23,7 +23,11 @@ from oracle import STEPS, Numbers, build_sharded_model, on_mesh, samples_of, sma
 from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.attention.core import NoContextParallel
 from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.engine.model.config import NormConfig
+from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
+from megalaunch.engine.precision.transformer_engine import load_transformer_engine
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.train import train_step
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
@@ -31,6 +35,7 @@ from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
+from megalaunch.schema.precision import Float8Spec
 
 CHIPS = {"cuda": "h100", "cpu": "cpu"}
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
@@ -280,3 +285,26 @@ def test_a_deterministic_run_and_one_that_was_resumed_are_equal_to_the_bit(devic
 def test_the_quickstart_learns_on_a_gpu(tmp_path):
     losses = command(tmp_path / "run", "cuda", "train.steps=40")
     assert losses[-1] < 6 < 8 < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [False, True], ids=["RMSNorm", "LayerNorm"])
+def test_transformer_engine_computes_a_zero_centered_norm_with_the_projections_after_it(layer):
+    pytest.importorskip("transformer_engine.pytorch")
+    _assert_norm_with_projections("cuda", layer)
+
+
+def _assert_norm_with_projections(device: str, layer: bool) -> None:
+    """The errors of fp8 products of random values are some percent; a wrong norm or projection gives another result."""
+    library = load_transformer_engine()
+    norm = Norm(64, NormConfig(1e-5, layer, zero_centered_gamma=True)).to(device, torch.bfloat16)
+    weights = [torch.randn(rows, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for rows in (48, 16)]
+    x = torch.randn(2, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.init.normal_(norm.weight, std=0.5)
+    inputs, recipe = [x, *weights, *norm.parameters()], library.make_recipe(Float8Spec())
+    projections = TransformerEngineLinear(library, recipe, (64, 64), torch.bfloat16, 16, None, norm)
+    found, expected = torch.cat(projections(x, *weights), -1), norm(x) @ torch.cat(weights).T
+    upstream = torch.randn_like(expected)
+    results = found, *torch.autograd.grad(found, inputs, upstream)
+    for result, wanted in zip(results, (expected, *torch.autograd.grad(expected, inputs, upstream)), strict=True):
+        assert (result - wanted).norm() < 0.15 * wanted.norm()

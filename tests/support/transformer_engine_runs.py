@@ -31,6 +31,7 @@ class LibraryRun:
 
     Attributes:
         layers: Mode and shape of each linear layer.
+        with_norm: How many of these compute the norm of their input.
         experts: The shape of each grouped linear layer.
         casts: How often weights were cast.
         normed: How often a norm was called.
@@ -38,6 +39,7 @@ class LibraryRun:
 
     numbers: Any
     layers: list[Any]
+    with_norm: int
     experts: list[Any]
     casts: int
     normed: int
@@ -51,7 +53,8 @@ def run_by_library(spec: Any) -> LibraryRun:
 def _train_and_record(spec: Any) -> Any:
     numbers, state = train(spec, True, shake), stand_in.STATE
     layers = [(layer.mode, tuple(layer.weight.shape)) for layer in state.layers]
-    return numbers, layers, [layer.shape for layer in state.experts], state.casts, state.normed
+    with_norm = sum(isinstance(layer, stand_in.LayerNormLinear) for layer in state.layers)
+    return numbers, layers, with_norm, [layer.shape for layer in state.experts], state.casts, state.normed
 
 
 def train_in_fp8(spec: Any) -> Any:

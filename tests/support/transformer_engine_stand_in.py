@@ -143,6 +143,53 @@ class Linear(nn.Module):
         return _LinearFn.apply(inp, weight, self, _matmuls())
 
 
+class LayerNormLinear(Linear):
+    """The norm of the rank's rows, then the linear layer, which gathers what is normed."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            bias=bias,
+            params_dtype=params_dtype,
+            parallel_mode=parallel_mode,
+            device=device,
+        )
+        norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization](
+            in_features, eps, zero_centered_gamma, device, params_dtype
+        )
+        self.layer_norm_weight = norm.weight
+        if norm.bias is not None:
+            self.layer_norm_bias = norm.bias
+        self.eps, self.offset = eps, float(zero_centered_gamma)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Tensor:
+        assert inp.is_contiguous()
+        normed = _normalize(inp, self.layer_norm_weight, getattr(self, "layer_norm_bias", None), self.offset, self.eps)
+        return super().forward(normed, is_first_microbatch)
+
+
 class GroupedLinear(nn.Module):
     def __init__(
         self,
@@ -218,17 +265,21 @@ class RMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if self.has_bias else None
 
     def forward(self, input: Tensor) -> Tensor:
-        assert not self.weight.is_meta
-        assert self.weight.dtype == input.dtype
-        STATE.normed += 1
-        weight = self.weight.float() + self.offset
-        if self.bias is None:
-            return rms_norm(input, weight, self.eps)
-        return F.layer_norm(input.float(), weight.shape, weight, self.bias.float(), self.eps).to(input.dtype)
+        return _normalize(input, self.weight, self.bias, self.offset, self.eps)
 
 
 class LayerNorm(RMSNorm):
     has_bias = True
+
+
+def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, offset: float, eps: float) -> Tensor:
+    assert not weight.is_meta
+    assert weight.dtype == x.dtype
+    STATE.normed += 1
+    weight = weight.float() + offset
+    if bias is None:
+        return rms_norm(x, weight, eps)
+    return F.layer_norm(x.float(), weight.shape, weight, bias.float(), eps).to(x.dtype)
 
 
 class _GroupedLinearFn(torch.autograd.Function):
@@ -315,7 +366,7 @@ def transformer_engine_modules() -> dict[str, ModuleType]:
     """Return the modules, by the names under which they are imported."""
     library, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     common, recipes = ModuleType("transformer_engine.common"), ModuleType("transformer_engine.common.recipe")
-    for each in (Linear, GroupedLinear, RMSNorm, LayerNorm, autocast):
+    for each in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, autocast):
         setattr(layers, each.__name__, each)
     for each in (Format, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         setattr(recipes, each.__name__, each)

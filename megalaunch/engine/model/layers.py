@@ -75,7 +75,8 @@ class LibraryNorm(Protocol):
 class Norm(nn.Module):
     """RMSNorm: x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016).
 
-    A `library` norm computes it where the residual stream has the dtype of the weight.
+    A `library` norm computes it where the residual stream has the dtype of the weight. A norm `in_projections` returns
+    its input: the tensor-parallel region computes it with the projections that follow (`LibraryLayer`).
     """
 
     def __init__(self, size: int, config: NormConfig, layout: ParamLayout = REPLICATED) -> None:
@@ -83,12 +84,13 @@ class Norm(nn.Module):
         self.config, self.layout = config, layout
         self.save_policy: SavePolicy = save_activations
         self.library: LibraryNorm | None = None
+        self.in_projections = False
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if config.layer else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size] -> [..., size] in the weight's dtype; statistics are fp32 whatever the dtype of x."""
-        return self.save_policy(self.normalize, x)
+        return x if self.in_projections else self.save_policy(self.normalize, x)
 
     @overridable
     def normalize(self, x: Tensor) -> Tensor:

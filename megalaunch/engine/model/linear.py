@@ -21,6 +21,8 @@ class CastsWeights(Protocol):
 class LibraryLayer(CastsWeights, Protocol):
     """A layer of a library that computes a linear layer, and those that share its input, with their collectives.
 
+    It may compute the norm of this input too. Projections that it does not compute need `normalize_input` before them.
+
     Attributes:
         sequence_parallel: Its input or output is sharded along the sequence outside a tensor-parallel region.
     """
@@ -30,8 +32,11 @@ class LibraryLayer(CastsWeights, Protocol):
     def accepts(self, x: Tensor) -> bool:
         """Return whether it can compute this input."""
 
+    def normalize_input(self, x: Tensor) -> Tensor:
+        """Return the norm of x, if the layer computes it with the projections, else x."""
+
     def __call__(self, x: Tensor, *weights_FH: Tensor) -> tuple[Tensor, ...]:
-        """Return x W^T for each weight."""
+        """Return x W^T for each weight, or norm(x) W^T."""
 
 
 class Linear(nn.Module):

@@ -58,7 +58,10 @@ class TensorParallel:
         """Apply projections that share their input: [B, s, H] -> [B, S, f] each."""
         weights = [self.local_param(p.weight, p.layout) for p in projections]
         outputs: tuple[Tensor, ...]
-        if (library := self._library(projections[0], x_BsH)) is not None:
+        library = self._library(projections[0], x_BsH)
+        if library is None and projections[0].library is not None:
+            x_BsH = projections[0].library.normalize_input(x_BsH)
+        if library is not None:
             outputs = library(x_BsH, *weights)
         elif self.overlap and self.sequence_parallel:
             outputs = apply_tuple_function(AllGatherMatmulRing, x_BsH, self.axis, *weights)

@@ -5,7 +5,8 @@ the weights to compute with. Names, shards and checkpoints are therefore those o
 casts the weights in the first pass after they changed, and keeps their 8-bit copies for the others.
 
 Projections that share their input are one layer over several tensor-parallel ranks, so that the input is cast and
-gathered once. On one rank each is a layer of its own: fusing would cost a copy of their weights.
+gathered once. On one rank each is a layer of its own: fusing would cost a copy of their weights. A fused layer also
+computes the norm of its input, unless an addition comes before it (`transformer_engine_norms.py`).
 The collectives of a tensor-parallel region are Transformer Engine's: it gathers what it has cast to 8 bits.
 Shapes: B batch, S sequence, s a rank's shard of it, H input and F output features of this rank.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,12 +26,14 @@ from torch.func import functional_call
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.model.linear import CastsWeights, Linear
 from megalaunch.engine.model.moe.experts import Experts, GroupedLinear
 from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.tp_region import ProjectionBlock
 from megalaunch.engine.parallel.transformer_engine_experts import TransformerEngineExperts
-from megalaunch.engine.parallel.transformer_engine_norms import apply_transformer_engine_norms
+from megalaunch.engine.parallel.transformer_engine_norms import apply_transformer_engine_norms, norms_before_projections
+from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.precision.policy import compute_dtype
 from megalaunch.engine.precision.transformer_engine import TransformerEngine, load_transformer_engine
 from megalaunch.plan.rules.float8 import ALIGNMENT
@@ -52,12 +56,16 @@ def apply_transformer_engine(
     for moe_layer in _with_experts(model, layers):
         moe_layer.library = experts = TransformerEngineExperts(library, recipe, moe_layer.experts, dtype, rows)
         made.append(experts)
+    norms = norms_before_projections(model, spec, mesh) if mesh.tp.size > 1 else {}
     linear_layers = [layer for layer in layers if isinstance(layer, Linear)]
     for group in _sharing_input(model, linear_layers, mesh.tp.size):
         weights = [model.tp_region.local_param(projection.weight, projection.layout) for projection in group]
         features = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
         sharded = _sharded_over(group[0], spec, mesh)
-        layer = TransformerEngineLinear(library, recipe, features, dtype, ALIGNMENT[settings.recipe], sharded)
+        norm = norms.get(group[0])
+        layer = TransformerEngineLinear(library, recipe, features, dtype, ALIGNMENT[settings.recipe], sharded, norm)
+        if norm is not None:
+            norm.in_projections = True
         group[0].library = layer
         made.append(layer)
     model.library_layers = tuple(made)
@@ -119,6 +127,7 @@ class TransformerEngineLinear:
         dtype: Of inputs, outputs and weights.
         alignment: Numbers of rows that the recipe can cast are multiples of it.
         sharded: How the layer is sharded; None: every rank has the whole layer, or there is one.
+        norm: The norm of the input that the layer computes too; the module keeps its parameters.
 
     Attributes:
         sequence_parallel: As `ShardedOver`; False of a layer that is not sharded.
@@ -132,12 +141,14 @@ class TransformerEngineLinear:
         dtype: torch.dtype,
         alignment: int,
         sharded: ShardedOver | None,
+        norm: Norm | None = None,
     ) -> None:
-        self._library, self._recipe, self._alignment = library, recipe, alignment
+        self._library, self._recipe, self._alignment, self._norm = library, recipe, alignment, norm
         self.sequence_parallel = sharded is not None and sharded.sequence_parallel
         ranks = 1 if sharded is None else sharded.group.size()
         mode = None if sharded is None else sharded.mode
-        self._layer = library.linear(
+        kind = library.linear if norm is None else partial(library.norm_linear, **_norm_settings(norm))
+        self._layer = kind(
             in_features=features[0] * (ranks if mode == "row" else 1),
             out_features=features[1] * (ranks if mode == "column" else 1),
             bias=False,
@@ -159,7 +170,7 @@ class TransformerEngineLinear:
         self._holds_weights = False
 
     def __call__(self, x: Tensor, *weights_FH: Tensor) -> tuple[Tensor, ...]:
-        """Return x W^T for each weight: [B, S, H] -> [B, S, F].
+        """Return x W^T for each weight, or norm(x) W^T: [B, S, H] -> [B, S, F].
 
         With sequence parallelism a column parallel layer maps [B, s, H] to [B, S, F], and a row parallel one
         [B, S, H] to [B, s, F].
@@ -169,11 +180,22 @@ class TransformerEngineLinear:
             x = x.transpose(0, 1)
         with self._library.autocast(enabled=True, recipe=self._recipe):
             named = {"is_first_microbatch": not self._holds_weights}
-            y: Tensor = functional_call(self._layer, {"weight": weight_FH}, (x.contiguous(),), named)
+            given = {"weight": weight_FH, **self._norm_params()}
+            y: Tensor = functional_call(self._layer, given, (x.contiguous(),), named)
         self._holds_weights = True
         if self.sequence_parallel:
             y = y.transpose(0, 1)
         return torch.split_with_sizes(y, [weight.shape[0] for weight in weights_FH], dim=-1)
+
+    def normalize_input(self, x: Tensor) -> Tensor:
+        """Return the norm of x, if the layer computes one, else x."""
+        return x if self._norm is None else self._norm.normalize(x)
+
+    def _norm_params(self) -> dict[str, Tensor]:
+        """Return the parameters of the norm by their names in the layer of Transformer Engine."""
+        if self._norm is None:
+            return {}
+        return {f"layer_norm_{name}": local_param(value) for name, value in self._norm.named_parameters()}
 
     def fuse_weights(self, weights_FH: Sequence[Tensor]) -> Tensor:
         """Return the weights, one below the other; they are copied once after they changed.
@@ -185,6 +207,16 @@ class TransformerEngineLinear:
         elif not self._holds_weights:
             torch.cat(tuple(weights_FH), out=self._fused_FH)
         return self._fused_FH.detach()
+
+
+def _norm_settings(norm: Norm) -> dict[str, Any]:
+    """Return the arguments of `LayerNormLinear` for the norm of its input."""
+    config = norm.config
+    return {
+        "normalization": "LayerNorm" if config.layer else "RMSNorm",
+        "eps": config.epsilon,
+        "zero_centered_gamma": config.zero_centered_gamma,
+    }
 
 
 class _FusedWeight(torch.autograd.Function):

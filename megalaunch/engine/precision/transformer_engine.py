@@ -22,12 +22,16 @@ _RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScali
 
 _NORMS = ("RMSNorm", "LayerNorm")
 
+_LINEAR = (
+    *("in_features", "out_features", "bias", "params_dtype", "device"),
+    *("tp_group", "parallel_mode", "sequence_parallel"),
+)
+
 _BOUND: dict[str, tuple[str, ...]] = {
-    "pytorch.Linear": (
-        *("in_features", "out_features", "bias", "params_dtype", "device"),
-        *("tp_group", "parallel_mode", "sequence_parallel"),
-    ),
+    "pytorch.Linear": _LINEAR,
     "pytorch.Linear.forward": ("inp", "is_first_microbatch"),
+    "pytorch.LayerNormLinear": (*_LINEAR, "eps", "normalization", "zero_centered_gamma"),
+    "pytorch.LayerNormLinear.forward": ("inp", "is_first_microbatch"),
     "pytorch.GroupedLinear": ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device"),
     "pytorch.GroupedLinear.forward": ("inp", "m_splits", "is_first_microbatch"),
     **{f"pytorch.{name}": ("normalized_shape", "eps", "zero_centered_gamma", "device", "dtype") for name in _NORMS},
@@ -49,6 +53,7 @@ class TransformerEngine:
 
     Attributes:
         linear: The class `pytorch.Linear`.
+        norm_linear: The class `pytorch.LayerNormLinear`, a linear layer with the norm of its input.
         grouped_linear: The class `pytorch.GroupedLinear`.
         rms_norm, layer_norm: The classes `pytorch.RMSNorm` and `pytorch.LayerNorm`.
         autocast: `pytorch.autocast`, the context in which layers compute by a recipe.
@@ -56,6 +61,7 @@ class TransformerEngine:
     """
 
     linear: Callable[..., nn.Module]
+    norm_linear: Callable[..., nn.Module]
     grouped_linear: Callable[..., nn.Module]
     rms_norm: Callable[..., nn.Module]
     layer_norm: Callable[..., nn.Module]
@@ -87,5 +93,5 @@ def load_transformer_engine() -> TransformerEngine:
             f"the installed transformer_engine has no {', '.join(missing)}; "
             "install another version of it, or set precision.fp8.implementation=native"
         )
-    classes = layers.Linear, layers.GroupedLinear, layers.RMSNorm, layers.LayerNorm
+    classes = layers.Linear, layers.LayerNormLinear, layers.GroupedLinear, layers.RMSNorm, layers.LayerNorm
     return TransformerEngine(*classes, layers.autocast, recipes)

@@ -15,9 +15,13 @@ from slow_cases import slow_but
 from torch import nn
 from transformer_engine_runs import install_stand_in, library_spec, run_by_library, train_in_fp8
 
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.config import NormConfig
+from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.parallel.tensor_parallel import TensorParallel
 from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
-from megalaunch.engine.param_layout import REPLICATED
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED
 from megalaunch.engine.precision import policy
 from megalaunch.engine.precision.transformer_engine import load_transformer_engine
 from megalaunch.schema.precision import Float8Spec
@@ -58,6 +62,7 @@ def test_layouts_have_the_numbers_of_one_process(layout, expected):
     tp, layers = LAYOUTS[layout].get("tp", 1), 4 // LAYOUTS[layout].get("pp", 1)
     assert len(made) == layers * (4 if tp > 1 else 7)
     assert {mode for mode, _ in made} == ({"column", "row"} if tp > 1 else {None})
+    assert found.with_norm == (layers if tp > 1 else 0), "that before query, key and value"
     assert found.casts == len(made) * 4, "once in each of three steps, and in the validation"
     assert found.normed
 
@@ -73,16 +78,26 @@ LATENT = {
     },
     "model__head_dim": 16,
 }
+PARALLEL = {"model__parallel_residual": True}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "key and value heads that ranks share": (SP, {"model__num_query_groups": 1}),
     "biases": (SP, {"model__qkv_bias": True, "model__attention_output_bias": True, "model__mlp_bias": True}),
     "latent attention": (SP, LATENT),
     "one projection up": ({"tp": 2}, {"model__activation": "gelu"}),
     "zero-centered norms": (SP, {"model__norm_plus_one": True, "model__norm_placement": "both"}),
-    "zero-centered norms of means": ({}, {"model__norm": "layernorm", "model__norm_plus_one": True}),
+    "zero-centered norms of means": (SP, {"model__norm": "layernorm", "model__norm_plus_one": True, **PARALLEL}),
+    "norms in fp32": (SP, {"precision__residual_dtype": "fp32"}),
     "layers recomputed": (SP, {"recompute__granularity": "full"}),
     "blocks recomputed": (SP, {"recompute__granularity": "selective", "recompute__modules": ("attention", "mlp")}),
 }
+
+
+NORMS_IN_PROJECTIONS = {
+    "latent attention": 0,
+    "norms in fp32": 0,
+    "zero-centered norms of means": 8,
+}
+"""How many, where it is not one for each of the four layers (all forms are of tp2)."""
 
 
 @pytest.mark.parametrize("form", slow_but(FORMS, "key and value heads that ranks share", every=["blocks recomputed"]))
@@ -90,6 +105,7 @@ def test_forms_of_a_layer_have_the_numbers_of_the_native_ones(form):
     layout, values = FORMS[form]
     native = float8_spec(layout, "tensorwise", **{**VALUES, "precision__compute_dtype": "fp32", **values})
     found = run_by_library(te_spec(layout, **values))
+    assert found.with_norm == NORMS_IN_PROJECTIONS.get(form, 4)
     assert_same(found.numbers, joined_stages(run_ranks(native.cluster.devices_per_node, train, native, True, shake)))
 
 
@@ -133,6 +149,22 @@ def test_rows_that_cannot_be_cast_are_computed_in_the_dtype_of_the_input(rows):
     layer.library = TransformerEngineLinear(library, recipe, (32, 48), torch.float32, 16, None)
     x = torch.randn(1, rows, 32)
     assert torch.equal(layer(x), x @ layer.weight.T)
+    assert stand_in.STATE.casts == int(rows == 16)
+
+
+@pytest.mark.parametrize("rows", [16, 3])
+def test_a_norm_is_computed_once_whoever_computes_the_projections(rows):
+    projections, library = (Linear(32, 48, COLUMN_PARALLEL), Linear(32, 16, COLUMN_PARALLEL)), load_transformer_engine()
+    norm = Norm(32, NormConfig(epsilon=1e-5, layer=False, zero_centered_gamma=False))
+    for parameter in (norm.weight, *(each.weight for each in projections)):
+        nn.init.normal_(parameter)
+    recipe = library.make_recipe(Float8Spec())
+    projections[0].library = TransformerEngineLinear(library, recipe, (32, 64), torch.float32, 16, None, norm)
+    x = torch.randn(1, rows, 32)
+    expected = [norm(x) @ each.weight.T for each in projections]
+    norm.in_projections = True
+    found = TensorParallel(Axis("tp"), False).column_parallel_linear(norm(x), *projections)
+    torch.testing.assert_close(found, tuple(expected))
     assert stand_in.STATE.casts == int(rows == 16)
 
 
