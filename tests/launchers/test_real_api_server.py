@@ -2,7 +2,7 @@
 
 The server is 1.20, the newest whose code a package has. It knows Job without the fields of Indexed Jobs that came later
 (`completionMode`, `podFailurePolicy`): the schemas of `test_kubernetes_manifest` check those. Of TrainJob it has the
-models that Kubeflow publishes, without the rules in CEL of their definition.
+models that Kubeflow publishes; it evaluates no rules in CEL, which `test_kubernetes_cel_rules` states.
 """
 
 from __future__ import annotations
