@@ -11,6 +11,7 @@ from typing import Any
 from megalaunch.format.table import table_lines
 from megalaunch.plan.batch import get_rampup, tokens_per_step, tokens_requested
 from megalaunch.plan.findings import Finding, Severity, as_json, has_errors
+from megalaunch.plan.memory.loss_chunks import LOGITS_LIMIT, count_loss_chunks, microbatch_tokens
 from megalaunch.plan.overrides import overrides_row
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
@@ -59,6 +60,7 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
         ("layout", _layout(spec, topology)),
         ("precision", f"{spec.precision.compute_dtype}, gradients reduced in {spec.precision.grad_reduce_dtype}"),
         ("batch", _batch(spec, topology)),
+        *_loss(spec),
         ("length", _length(spec, train_tokens)),
         ("data", _data(spec)),
         *overrides_row(spec),
@@ -87,6 +89,14 @@ def _batch(spec: RunSpec, topology: Topology) -> str:
     sizes = f"sequence {spec.batch.sequence_length}; {tokens_per_step(spec):,} tokens per step"
     ramp = "" if spec.batch.rampup_batch_size is None else f"; rampup from {get_rampup(spec)[0].samples} samples"
     return f"{spec.batch.global_batch_size} = {factors}; {sizes}{ramp}"
+
+
+def _loss(spec: RunSpec) -> list[tuple[str, str]]:
+    """Return the row of a loss in chunks; none of a loss of all tokens at once."""
+    chunks = count_loss_chunks(spec)
+    size = -(-microbatch_tokens(spec) // chunks)
+    chosen = "" if spec.train.loss_chunks else f", for at most {LOGITS_LIMIT >> 20} MiB of logits at once"
+    return [("loss", f"in {chunks} chunks of {size:,} tokens{chosen}")] if chunks > 1 else []
 
 
 def _length(spec: RunSpec, train_tokens: int | None) -> str:

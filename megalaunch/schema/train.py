@@ -88,8 +88,11 @@ class TrainSpec:
     expert_collapse_steps: int = setting(
         20, "Steps in a row above expert_collapse_share after which a warning is given.", "steps", minimum=1
     )
-    loss_chunks: int = setting(
-        1, "Chunks of a microbatch's tokens that head and loss process one after another; 1: all at once.", minimum=1
+    loss_chunks: int | None = setting(
+        None,
+        "Chunks of a microbatch's tokens that head and loss process one after another; 1: all at once; null: the "
+        "fewest with at most 512 MiB of logits on a rank, in the compute dtype.",
+        minimum=1,
     )
     deterministic: bool = setting(
         False, "Use only deterministic GPU kernels, so that the same run gives the same bits; slower."

@@ -19,7 +19,8 @@ ROOMS = ("plan", "data", "launch", "launchers", "platform", "engine", "rundir")
 
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
 RUN_ROOMS = ("engine", "data", "launch", "launchers", "platform", "rundir")
-RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_validation.py", "plan/layers.py")
+RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_validation.py", "plan/layers.py",
+             "plan/memory/loss_chunks.py")  # fmt: skip
 # Keys that are not for a run: they name it, start it or plan it.
 # (parallel.overlap_p2p_comm: torch's interleaved schedules send without waiting, always; a plan compares both.)
 ELSEWHERE = {

@@ -25,7 +25,8 @@ LLAMA = 8_030_261_248
 @pytest.fixture(scope="module")
 def llama():
     node = ("cluster.nodes=1", "cluster.devices_per_node=8")
-    return resolved("recipe=llama3_8b", "parallel=dp", "batch.micro_batch_size=1", *node)[0]
+    whole = "train.loss_chunks=1"
+    return resolved("recipe=llama3_8b", "parallel=dp", "batch.micro_batch_size=1", whole, *node)[0]
 
 
 def _with(spec, **values):

@@ -114,6 +114,7 @@ class Published:
             f"batch.micro_batch_size={micro}",
             f"batch.global_batch_size={total}",
             "train.steps=100",
+            "train.loss_chunks=1",  # whole logits, unless a row says otherwise
             *self.overrides,
         )
         return spec

@@ -34,6 +34,7 @@ from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.torch_private import READ_SCALAR
 from megalaunch.engine.train.loss import LinearCrossEntropy
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.topology import Topology
 from megalaunch.platform import plugins
 from megalaunch.platform.platforms import PlatformFacts
@@ -103,7 +104,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
         streams = sample_seeds(spec.train.seed, batch.indices[0], device) if model.config.needs_seeds else None
         found = []
         for part in model.parts:
-            loss = LinearCrossEntropy(part, spec.train.loss_chunks)
+            loss = LinearCrossEntropy(part, count_loss_chunks(spec))
             x = microbatch.tokens
             if part.embedding is None:
                 shape = (len(x), part.tp_region.local_seq_len(x.shape[1]), spec.model.hidden_size)

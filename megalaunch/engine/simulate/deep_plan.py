@@ -44,6 +44,7 @@ from megalaunch.engine.train.forward_backward import stage_activations
 from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 from megalaunch.plan.attention_backends import has_library_ring
 from megalaunch.plan.memory import predict_memory
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks, microbatch_tokens
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
@@ -130,9 +131,8 @@ def _steps(
     if on_gpu:
         use_gpu_reduce_scatter(model)
     parameters = sum(_local_numel(parameter) for parameter in model.parameters())
-    tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
     collectives = CommTracker(phases)
-    memory = MemoryTracker(phases, (-(-tokens // spec.train.loss_chunks), _local_vocab(spec, mesh)))
+    memory = MemoryTracker(phases, (-(-microbatch_tokens(spec) // count_loss_chunks(spec)), _local_vocab(spec, mesh)))
     for mode in (make_fake_tensor_mode(), SimulatedOperators(collectives, memory)):
         world.enter_context(mode)
     world.enter_context(memory.tracking())

@@ -43,6 +43,7 @@ from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.engine.train.multi_token import TrainingLoss
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.stages import build_stages
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
@@ -94,7 +95,7 @@ def make_forward_backward(
         observer: Gets the phases of a pipeline's steps.
         activations: What each pipeline stage sends to the next one; None: inferred in the first step, where torch can.
     """
-    loss = TrainingLoss(LinearCrossEntropy(model.parts[-1], spec.train.loss_chunks), spec.model.mtp.loss_coeff)
+    loss = TrainingLoss(LinearCrossEntropy(model.parts[-1], count_loss_chunks(spec)), spec.model.mtp.loss_coeff)
     if mesh.pp.size == 1:
         (decoder,) = model.parts
         return SingleStage(decoder, spec.parallel, loss, spec.train.seed)

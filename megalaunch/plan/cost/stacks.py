@@ -16,6 +16,7 @@ from typing import Literal
 
 from megalaunch.plan.attention_choice import describe_backend
 from megalaunch.plan.cost.constants import Constant
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import TRITON_DEVICES
 from megalaunch.schema import RunSpec
@@ -272,7 +273,7 @@ def engine_stack(spec: RunSpec) -> Stack:
 
 def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]:
     """Return which kernels a plan assumes, as (part of the step, kernels)."""
-    chunks, compute = spec.train.loss_chunks, spec.precision.compute_dtype
+    chunks, compute = count_loss_chunks(spec), spec.precision.compute_dtype
     rows = [
         ("blocks", stack.meaning),
         ("attention", describe_backend(spec)),

@@ -23,6 +23,7 @@ from megalaunch.plan.cost.stacks import Stack, engine_stack
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.model_states import main_param_bytes
 from megalaunch.plan.stage_params import DataShards, DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
@@ -290,7 +291,7 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
 def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[VirtualStage, ...]) -> float:
     """Return the seconds of the head on one rank, which it applies to the decoder's output and to each MTP depth's."""
     heads = any(chunk.head for chunk in chunks) * (1 + spec.model.mtp.num_layers)
-    return heads * _head_time(spec.model, _shape(spec, topology), device, spec.train.loss_chunks) if heads else 0.0
+    return heads * _head_time(spec.model, _shape(spec, topology), device, count_loss_chunks(spec)) if heads else 0.0
 
 
 _head_time = lru_cache(maxsize=1024)(head_time)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
@@ -50,8 +51,9 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     head_gradients = hidden_bytes * (tokens + vocab_rows)  # the head's two gradients
     gathered = hidden_bytes * tokens if spec.parallel.sequence_parallel else 0.0
     capped = _softcap_bytes(spec, profile, compute_bytes)
-    if spec.train.loss_chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
-        chunk_logits = vocab_rows * -(-tokens // spec.train.loss_chunks)
+    chunks = count_loss_chunks(spec)
+    if chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
+        chunk_logits = vocab_rows * -(-tokens // chunks)
         unfused = 0.0 if profile.fused_chunk_loss else profile.logit_bytes + capped
         freed = unfused * chunk_logits  # before the chunk's product is added to the sum
         product = hidden_bytes * min(vocab_rows, SUM_ROWS) if compute_bytes < _SUM_BYTES else 0.0

@@ -11,6 +11,7 @@ from typing import Any
 
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import layer_parameters
 from megalaunch.plan.stage_params import DataShards, DeviceParams
@@ -300,7 +301,7 @@ def _last_root_matrix(spec: RunSpec, params: DeviceParams) -> float:
     gradient of the head already in the dtype of the reduction.
     """
     if params.head:
-        return 0.0 if spec.model.tie_word_embeddings or spec.train.loss_chunks > 1 else params.head
+        return 0.0 if spec.model.tie_word_embeddings or count_loss_chunks(spec) > 1 else params.head
     return 0.0 if spec.model.position_embedding == "learned" else params.root
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from megalaunch.plan.findings import Severity
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.memory.fit import MANY_STAGES, TIGHT
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks, microbatch_tokens
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import suggestions_enabled
@@ -82,10 +83,9 @@ def smaller(at: RuleContext, limit: float) -> Iterator[Fix]:
 
 
 def _chunked(spec: RunSpec) -> dict[str, Any]:
-    """Return the fix that chunks head and loss, at almost no cost; empty if they are chunked or too short."""
-    tokens = (spec.batch.micro_batch_size or 1) * spec.batch.sequence_length // spec.parallel.cp
-    chunks = tokens // _CHUNK
-    return {"train.loss_chunks": chunks} if spec.train.loss_chunks == 1 and chunks > 1 else {}
+    """Return the fix of smaller chunks for head and loss, at almost no cost; empty if they are as small already."""
+    chunks = microbatch_tokens(spec) // _CHUNK
+    return {"train.loss_chunks": chunks} if chunks > count_loss_chunks(spec) else {}
 
 
 def _candidates(spec: RunSpec) -> Iterator[Fix]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalaunch.plan.memory.loss_chunks import microbatch_tokens
 from megalaunch.plan.rules.no_effect import InertSetting, on_cpu, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.plan.stage_validation import SPLIT_BACKWARD
@@ -25,14 +26,13 @@ def exit_at_step(at: RuleContext) -> Iterator[Violation]:
 @rule("train.loss_chunks", "loss_chunks is at most the tokens of a microbatch on a rank.")
 def loss_chunks(at: RuleContext) -> Iterator[Violation]:
     """Chunks split the tokens of one microbatch on one context-parallel rank."""
-    chunks, micro = at.spec.train.loss_chunks, at.spec.batch.micro_batch_size
-    tokens = max(1, (micro or 1) * at.spec.batch.sequence_length // at.spec.parallel.cp)
-    if micro is not None and chunks > tokens:
+    chunks, tokens = at.spec.train.loss_chunks, microbatch_tokens(at.spec)
+    if chunks is not None and at.spec.batch.micro_batch_size is not None and chunks > tokens:
         yield Violation(
             "train.loss_chunks",
             f"loss_chunks {chunks} is above the {tokens} tokens of a microbatch on a rank",
             {"loss_chunks": chunks, "tokens": tokens},
-            ({"train.loss_chunks": max(1, tokens // 1024)}, {"train.loss_chunks": 1}),
+            ({"train.loss_chunks": None},),
         )
 
 

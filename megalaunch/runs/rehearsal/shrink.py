@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.plan.attention_backends import serving_backends
+from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.runs.rehearsal.small_experts import small_experts, small_latents
 from megalaunch.runs.rehearsal.small_layout import small_layout
 from megalaunch.runs.rehearsal.small_model import VOCABULARY, small_depth, small_lengths, small_widths
@@ -113,7 +114,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "train.validation_interval": min(SAVED_STEP, spec.train.validation_interval),
         "train.early_stopping.patience": None,
         "train.eval_tasks.names": (),  # their texts are of another tokenizer
-        "train.loss_chunks": min(2, spec.train.loss_chunks),
+        "train.loss_chunks": min(2, count_loss_chunks(spec)),
         "train.compile": False,  # would compile for minutes, in every worker
         "train.sample_tokens": min(8, spec.train.sample_tokens),
         "train.sample_prompt": None if spec.train.sample_prompt is None else "the ",

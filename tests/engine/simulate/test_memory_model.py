@@ -230,6 +230,7 @@ CASES = [
     Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),
     Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2),
     Case("dp", 1, (8, 4, 2048), LOSS, ("train.loss_chunks=4",)),
+    Case("dp", 1, (4, 4, 2048), LOSS, ("model.vocab_size=98304",)),  # four chunks by default
     Case("zero2", 4, (4, 1, 2048), LOSS, ("train.loss_chunks=16", "model.vocab_size=65536")),  # the sum in fp32
     Case("zero2", 4, (8, 1, 1024), MICROBATCH_END, ("train.loss_chunks=16", "model.vocab_size=65536")),
     Case("zero2", 4, (12, 1, 256), MICROBATCH_END, ("train.loss_chunks=16", "model.vocab_size=65536")),

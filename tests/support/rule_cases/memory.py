@@ -3,7 +3,7 @@
 from rule_cases.case import TINY, Case
 
 CASES = {
-    "memory.fits": Case("batch.micro_batch_size=4", "batch.micro_batch_size=1", ("recipe=llama3_8b", "data.corpus=x")),
+    "memory.fits": Case("batch.micro_batch_size=8", "batch.micro_batch_size=1", ("recipe=llama3_8b", "data.corpus=x")),
     "memory.host": Case(
         "model.num_layers=8 model.hidden_size=2048 model.ffn_hidden_size=8192",
         "model.num_layers=2 model.hidden_size=2048 model.ffn_hidden_size=8192",
