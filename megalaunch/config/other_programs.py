@@ -65,7 +65,6 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "ep_size": "parallel.ep",
         "expert_parallel_degree": "parallel.ep",
         "expert_tensor_parallel_degree": "parallel.etp",
-        "mics_shard_size": "parallel.dp_replicate",
         "parallelism_config_cp_size": "parallel.cp",
         "parallelism_config_dp_replicate_size": "parallel.dp_replicate",
         "parallelism_config_dp_shard_size": "parallel.dp",
@@ -77,11 +76,9 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "tensor_parallel_degree": "parallel.tp",
         "tensor_parallel_size": "parallel.tp",
         "tp_size": "parallel.tp",
-        "zero_hpz_partition_size": "parallel.dp_replicate",
         # precision
         "communication_data_type": "precision.grad_reduce_dtype",
         "data_types.grad_accum_dtype": "precision.grad_dtype",
-        "initial_scale_power": "precision.loss_scale.initial",
         "loss_scale_window": "precision.loss_scale.window",
         "min_loss_scale": "precision.loss_scale.minimum",
         "mixed_precision_param": "precision.compute_dtype",
@@ -174,6 +171,7 @@ _SHARDING = (
     "write parallel=zero1, zero2 or zero3 (parallel.data_sharding=optim, optim_grads or optim_grads_params); "
     "parallel.dp_replicate is the number of replicas of a hybrid"
 )
+_SHARDS = "set parallel.dp_replicate, the number of replicas: parallel.dp divided by the ranks that share one"
 _LAUNCHER = "launcher=ssh, launcher=slurm or the lines of `megalaunch train --prepare-only` start all nodes"
 _TRACKERS = "write 'logging.trackers=[wandb]'; logging.tracker_project names the project"
 
@@ -202,6 +200,9 @@ OTHER_FORM: Mapping[str, str] = MappingProxyType(
         "zero": _SHARDING,
         "zero_optimization.stage": _SHARDING,
         "zero_stage": _SHARDING,
+        "mics_shard_size": _SHARDS,
+        "zero_hpz_partition_size": _SHARDS,
+        "initial_scale_power": "set precision.loss_scale.initial to 2 to this power",
         "offload_optimizer": "optimizer.optimizer_offload_fraction is the share of optimizer states on the host",
         "fsdp_offload_params": "only optimizer states move to the host: optimizer.optimizer_offload_fraction",
         "sequence_parallel_size": "write parallel.cp=N parallel.cp_comm_type=a2a",
@@ -236,7 +237,7 @@ OTHER_FORM: Mapping[str, str] = MappingProxyType(
 """Names that have a key of another form here, with what to write."""
 
 
-def of_another_program(name: str) -> str:
+def describe_equivalent_key(name: str) -> str:
     """Describe what a setting in another program's spelling is called here; "" if no program has it.
 
     The tables are asked for its last two parts, then for its last; then a key of the same name is searched in the

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalaunch.config.keys import SECTIONS, schema_keys, suggestion
-from megalaunch.config.other_programs import of_another_program
+from megalaunch.config.other_programs import describe_equivalent_key
 from megalaunch.config.parallel_names import GRAMMAR, merge_layout_names
 from megalaunch.schema.build import did_you_mean
 from megalaunch.schema.remote import is_address, is_hub_address, is_hub_name
@@ -24,7 +24,7 @@ def unknown_key(key: str, value: str = "") -> str:
         keys = " and ".join(map(repr, _keys(overrides)))
         fix = f": write {' '.join(overrides)}" if value else ""
         return f"unknown key; did you mean {keys}? It is {name} of Megatron-LM{fix}"
-    if advice := of_another_program(key):
+    if advice := describe_equivalent_key(key):
         return f"unknown key; {advice}"
     if reason and not any(path.endswith(f".{name}") for path in schema_keys()):
         return f"unknown key; it is a Megatron-LM argument; remove it: {reason}"
