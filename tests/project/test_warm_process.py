@@ -1,5 +1,6 @@
-"""A command that cannot be forked is started as usual."""
+"""A command that cannot be forked is started as usual, and one that is forked behaves as one that starts."""
 
+import logging
 import subprocess
 import sys
 import time
@@ -29,3 +30,13 @@ def test_a_process_that_has_loaded_ray_starts_commands_as_usual(monkeypatch):
     assert warm_process._program(command) is not None
     monkeypatch.setitem(sys.modules, "ray._raylet", object())
     assert warm_process._program(command) is None
+
+
+def test_a_fork_logs_to_its_own_standard_error_whatever_has_set_up_logging_before(monkeypatch):
+    """Libraries, such as a tracker's, call `dictConfig`, which empties logging's list of handlers."""
+    program = 'import logging; logging.getLogger("torch.distributed").error("it failed")'
+    monkeypatch.setattr(warm_process, "PROGRAMS", {program})
+    monkeypatch.setattr(logging, "_handlerList", [])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert "it failed" in done.stderr
+    assert "Logging error" not in done.stderr

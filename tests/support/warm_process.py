@@ -200,9 +200,10 @@ def _reset_python() -> None:
         *(place for place in sys.path[1:] if place != _SUPPORT),
     ]
     logging.getLogger().handlers.clear()
-    for handler in filter(None, (reference() for reference in logging._handlerList)):  # type: ignore[attr-defined]
-        if type(handler) is logging.StreamHandler:
-            handler.stream = sys.stderr  # torch has set up its own, on what was `sys.stderr` then
+    for logger in logging.getLogger().manager.loggerDict.values():
+        for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
+            if type(handler) is logging.StreamHandler:
+                handler.stream = sys.stderr  # torch has set up its own, on what was `sys.stderr` then
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
