@@ -193,6 +193,14 @@ def test_merge_and_split_commands(made, tmp_path):
         assert (done.returncode, cause in done.stderr) == (2, True)
 
 
+def test_split_refuses_to_replace_its_source(tmp_path):
+    """Part 0 would replace the file that the parts after it are read from."""
+    source = write_tokens(tmp_path / "a_0", [[1], [2]])
+    with pytest.raises(DataError, match=r"a_0: it is both source and target\. Choose another --output-prefix"):
+        split(source, tmp_path / "a", [1, 1])
+    assert IndexedTokens(source).num_documents == 2
+
+
 def test_merge_refuses_what_does_not_fit(tmp_path):
     first, second = write_tokens(tmp_path / "a", [[1]]), write_tokens(tmp_path / "b", [[1]], vocab_size=70_000)
     with pytest.raises(DataError, match=r"b: its tokens are int32, but those of .*a are uint16"):

@@ -57,8 +57,7 @@ def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
                 file=part.prefix,
                 fix="They come from different vocabularies; preprocess their texts with one tokenizer.",
             )
-        if part.prefix.absolute() == target.absolute():
-            raise DataError("it is both source and target", file=target, fix="Choose another --output-prefix.")
+        _refuse_source(part, target)
     _write(target, [(part, range(part.num_documents)) for part in parts])
     return IndexedTokens(target)
 
@@ -69,18 +68,24 @@ def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
     Boundaries are the rounded cumulative sums of the shares; merging the parts gives the source again.
 
     Raises:
-        DataError: the source is unusable or a part cannot be written.
+        DataError: the source is unusable or is one of the parts, or a part cannot be written.
     """
     tokens = IndexedTokens(source)
     sums = np.cumsum(np.array(shares, np.float64))
     borders = [0, *(round(float(share) * tokens.num_documents) for share in sums / sums[-1])]
     digits = len(str(len(shares) - 1))
-    made = []
-    for number, (first, last) in enumerate(pairwise(borders)):
-        part = target.with_name(f"{target.name}_{number:0{digits}d}")
+    made = [target.with_name(f"{target.name}_{number:0{digits}d}") for number in range(len(shares))]
+    for part in made:
+        _refuse_source(tokens, part)
+    for part, (first, last) in zip(made, pairwise(borders), strict=True):
         _write(part, [(tokens, range(first, last))])
-        made.append(part)
     return made
+
+
+def _refuse_source(source: IndexedTokens, target: Path) -> None:
+    """Raise DataError if writing `target` would replace the files of `source`."""
+    if source.prefix.resolve() == target.resolve():
+        raise DataError("it is both source and target", file=target, fix="Choose another --output-prefix.")
 
 
 def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
