@@ -143,13 +143,15 @@ def read_range(file: BinaryIO, span: ByteRange, path: InputPath) -> bytes:
 
 
 def _split_at_long_line(file: BinaryIO, position: int, end: int, settings: Settings) -> tuple[int, Body]:
-    """Return the end and body of a chunk before the long last line of a range, or with that line alone."""
+    """Divide a range over the record limit: return the end and body of the lines before its long last line.
+
+    If the range is that line alone, the body is an unreadable record.
+    """
     file.seek(position)
     before = file.read(settings.chunk_bytes).rfind(b"\n") + 1
     if before:
         return position + before, ByteRange(position, before)
-    size = end - position
-    return end, ByteRange(position, size) if size <= settings.record_bytes else too_long(size, settings.record_bytes)
+    return end, too_long(end - position, settings.record_bytes)
 
 
 def line_end(file: BinaryIO, position: int, size: int) -> int:
@@ -183,7 +185,7 @@ def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: i
             read += len(block)
             if read <= start:
                 continue
-            buffer += block[max(0, start - read) :] if read - len(block) < start else block
+            buffer += block[start - read :] if read - len(block) < start else block
             cut = buffer.rfind(b"\n") + 1
             if dropped and cut:  # the end of a line that was too long to buffer
                 rest = buffer.find(b"\n") + 1

@@ -127,10 +127,9 @@ def _list_source(source: str) -> tuple[InputPath | None, tuple[CorpusFile, ...]]
 
 def describe(path: InputPath, kind: Format, name: str = "") -> Input:
     """Return format and compression of a file by its suffixes; DataError if it is missing or is a compressed table."""
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    inner = Path(path.stem).suffix if compression else path.suffix
+    suffix, compression = _suffixes(path.name)
     if kind is Format.AUTO:
-        kind = Format.JSONL if inner in RECORD_SUFFIXES else _TABLE_FORMATS.get(inner, Format.TEXT)
+        kind = Format.JSONL if suffix in RECORD_SUFFIXES else _TABLE_FORMATS.get(suffix, Format.TEXT)
     if kind in TABLES and compression:
         fix = f"Decompress it first, or name it without {compression}."
         raise DataError(f"{kind} files have their own compression and are not compressed again", file=path, fix=fix)
@@ -300,8 +299,13 @@ def _data_files(root: InputPath, files: Sequence[CorpusFile]) -> list[CorpusFile
 
 def _kind(file: CorpusFile) -> str:
     """Return the suffix for a file's content type, without the suffix of a compression."""
-    path = PurePosixPath(file.name)
-    return (PurePosixPath(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
+    return _suffixes(file.name)[0]
+
+
+def _suffixes(name: str) -> tuple[str, str]:
+    """Return the suffixes for a file's content type and for its compression ("" for none), in lower case."""
+    path = PurePosixPath(name.lower())
+    return (PurePosixPath(path.stem).suffix, path.suffix) if path.suffix in COMPRESSIONS else (path.suffix, "")
 
 
 def _is_metadata(file: CorpusFile) -> bool:

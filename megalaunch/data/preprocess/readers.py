@@ -48,7 +48,8 @@ class DecompressedStream:
         try:
             yield from self._blocks
         except _CORRUPT as error:
-            if not self._source.compression:
+            # The decompressors raise an OSError without a number for a corrupt stream.
+            if not self._source.compression or getattr(error, "errno", None) is not None:
                 raise cannot("read it", self._source.path, _as_os_error(error)) from error
             reason = str(error) or type(error).__name__
             raise CorruptStream(f"the {self._source.compression} stream is truncated or corrupt ({reason})") from error
@@ -314,9 +315,12 @@ def _arrow(path: InputPath, keys: Sequence[str], start: int) -> Iterator[_Batch]
             before = after
 
 
-def _check_columns(path: InputPath, names: Sequence[str], keys: Sequence[str]) -> None:
+def _check_columns(path: InputPath, names: list[str], keys: Sequence[str]) -> None:
     for key in keys:
-        if key not in names:
+        if (count := names.count(key)) > 1:
+            fix = "Rename one of them, as it is not known which holds the text."
+            raise DataError(f'the table has {count} columns "{key}"', file=path, fix=fix)
+        if not count:
             shown = ", ".join(names[:10])
             fix = f"Its columns are {shown}: name the one with the text (--json-key)."
             raise DataError(f'the table has no column "{key}"', file=path, fix=fix)

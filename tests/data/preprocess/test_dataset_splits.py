@@ -10,8 +10,10 @@ from token_files import sentences, small_tokenizer, write_jsonl
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import prepare
 from megalaunch.data.preprocess.corpus.documents import find_corpus
+from megalaunch.data.preprocess.inputs import find_inputs
 from megalaunch.data.preprocess.preprocess import preprocess
-from megalaunch.data.preprocess.settings import Settings
+from megalaunch.data.preprocess.readers import table_rows
+from megalaunch.data.preprocess.settings import Format, Settings
 from megalaunch.schema.data import DataSpec
 from megalaunch.schema.tokenizer import TokenizerSpec
 
@@ -142,6 +144,19 @@ def test_arrow_gives_the_bytes_of_jsonl(tmp_path, tokenizer, as_file):
     assert len(shown) == 3
     assert shown == sorted(shown)
     assert shown[-1] == (tmp_path / "in.arrow").stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_two_columns_of_one_name_are_refused(tmp_path, kind):
+    arrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
+    twice = arrow.Table.from_arrays([arrow.array([text]) for text in "abc"], names=["text", "text", "other"])
+    if kind == "arrow":
+        write_arrow(tmp_path / "in.arrow", twice)
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(twice, tmp_path / "in.parquet")
+    inputs = find_inputs([str(tmp_path / f"in.{kind}")], Format.AUTO)
+    with pytest.raises(DataError, match=r'the table has 2 columns "text"'):
+        list(table_rows(inputs[0], ["text"], 1000))
 
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])

@@ -1,6 +1,7 @@
 """Every kind of input gives the same documents, and every bad one is named: file, line, cause."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -14,6 +15,9 @@ from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.preprocess import readers
+from megalaunch.data.preprocess.chunking import Position, chunks
+from megalaunch.data.preprocess.inputs import find_inputs
 from megalaunch.data.preprocess.preprocess import Result, preprocess
 from megalaunch.data.preprocess.settings import Format, OnBadRecord, Settings
 
@@ -52,6 +56,45 @@ def test_compressed_files_give_the_bytes_of_plain_ones(tmp_path, tokenizer, suff
     result = run(packed, tmp_path / "packed", settings)
     assert written(result) == written(run(plain, tmp_path / "plain", settings))
     assert result.counts.bytes_read == packed.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_compressed_file_is_read_from_every_position(tmp_path, monkeypatch, suffix):
+    """A resumed run starts within a decompressed block: no line before the position is read again."""
+    monkeypatch.setattr(readers, "_BLOCK", 1000)
+    content = write_jsonl(tmp_path / "in.jsonl", TEXTS).read_bytes()
+    packed = tmp_path / f"in.jsonl{suffix}"
+    packed.write_bytes(PACKERS[suffix](content))
+    inputs, settings = find_inputs([str(packed)], Format.AUTO), Settings(tmp_path, chunk_bytes=300)
+    ends = [chunk.end for chunk in chunks(inputs, settings, Position(0, 0))][:-1]
+    assert any(end.offset % 1000 for end in ends)
+    for end in ends:
+        assert b"".join(chunk.body.content for chunk in chunks(inputs, settings, end)) == content[end.offset :]
+
+
+@pytest.mark.parametrize("name", ["in.JSONL", "in.jsonl.GZ", "in.Jsonl.gz"])
+def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path, tokenizer, name):
+    """Otherwise all lines of the file would be one document, without a word."""
+    content = write_jsonl(tmp_path / "in.jsonl", TEXTS[:9]).read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    assert run(tmp_path / name, tmp_path / "out", Settings(tokenizer)).counts.documents == 9
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_failing_disk_is_no_corrupt_stream(tmp_path, tokenizer, monkeypatch, suffix):
+    """Skipping bad records must not skip the rest of a file that could not be read."""
+    packed = tmp_path / f"in.jsonl{suffix}"
+    packed.write_bytes(PACKERS[suffix](write_jsonl(tmp_path / "in.jsonl", TEXTS).read_bytes()))
+
+    class Failing(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError(errno.EIO, "Input/output error")
+
+        readinto = readinto1 = read1 = read
+
+    monkeypatch.setattr(readers, "open_source", lambda path: Failing())
+    with pytest.raises(DataError, match=rf"in\.jsonl{suffix}: cannot read it: Input/output error"):
+        run(packed, tmp_path / "out", Settings(tokenizer, on_bad_record=OnBadRecord.SKIP))
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
