@@ -22,8 +22,9 @@ from megalaunch.data.samples.blended_dataset import blend_entries, parse_blend
 from megalaunch.data.samples.build_datasets import DatasetSlice, num_tokens, train_slices, validation_parts
 from megalaunch.data.samples.split import DEFAULT_SPLIT
 from megalaunch.data.samples.validation_sets import parse_validation_sets, validation_set_entries
+from megalaunch.data.tokenizer.conversion import MERGES
 from megalaunch.data.tokenizer.folder import companion_files
-from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
+from megalaunch.data.tokenizer.tokenizer import eos_from_config, load_tokenizer, tokenizer_file
 from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
 from megalaunch.schema.tokenizer import TokenizerSpec
 
@@ -205,7 +206,7 @@ def _cache_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenizer:
         "append_eod": data.append_eod,
         "add_special_tokens": data.add_special_tokens,
         "on_bad_record": data.on_bad_record,
-        "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _hash_file(tokenizer_file(tokenizer.path)),
+        "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _tokenizer_key(tokenizer_file(tokenizer.path)),
     }
     if data.corpus is None:
         settings["chat_template"] = data.chat_template
@@ -213,6 +214,12 @@ def _cache_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenizer:
             beside = companion_files(tokenizer_file(tokenizer.path))
             settings["chat_files"] = {name: _hash_file(path) for name, path in beside.items()}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _tokenizer_key(path: Path) -> list[str | None]:
+    """Hash a tokenizer file and the merges beside it; add the end-of-document token that its directory names."""
+    merges = (beside for name in MERGES if (beside := path.parent / name).is_file())
+    return [*map(_hash_file, (path, *merges)), eos_from_config(path)]
 
 
 def _hash_file(path: Path) -> str:

@@ -218,6 +218,31 @@ def test_a_given_tokenizer_is_kept_with_the_files(data, tmp_path):
     assert run(data, TokenizerSpec(path=str(given)))[0].train_prefix != prepared.train_prefix
 
 
+def test_another_end_token_beside_the_same_tokenizer_gives_other_files(data, tmp_path):
+    """A base model and its chat model often differ in the `eos_token` of tokenizer_config.json alone."""
+    train_tokenizer(sentences(40), 300, tmp_path / "tokenizer.json")
+    tokenizer = TokenizerSpec(path=str(tmp_path / "tokenizer.json"))
+    base, _ = run(data, tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    tuned, _ = run(data, tokenizer)
+    assert tuned.eod_id != base.eod_id
+    for prepared in (base, tuned):
+        assert IndexedTokens(prepared.train_prefix).tokens(0)[-1] == prepared.eod_id
+
+
+def test_a_gpt2_vocabulary_is_converted_with_its_merges(data, tmp_path):
+    """GPT-2's vocab.json has the token `model`, as a tokenizer.json has the key."""
+    merges = [("m", "o"), ("mo", "d"), ("mod", "e"), ("mode", "l")]
+    tokens = [chr(point) for point in range(33, 127)] + ["\u0120", "\u010a", *map("".join, merges), "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("".join(f"{left} {right}\n" for left, right in merges))
+    tokenizer = TokenizerSpec(path=str(tmp_path / "vocab.json"))
+    first, _ = run(data, tokenizer)
+    assert first.vocab_size == len(tokens)
+    (tmp_path / "merges.txt").write_text("")
+    assert run(data, tokenizer)[0].train_prefix != first.train_prefix  # other merges give other ids
+
+
 def test_a_corpus_too_small_for_the_vocabulary(tmp_path):
     corpus = write_jsonl(tmp_path / "c.jsonl", ["ab ab ab"])
     data = DataSpec(corpus=str(corpus), validation_every=0, cache_directory=str(tmp_path / "cache"))

@@ -213,7 +213,8 @@ def _check_texts(value: Any, json_key: str, path: InputPath, number: int, lists:
     for sentence in sentences:
         if not isinstance(sentence, str):
             raise DataError(f'"{json_key}" holds {_kind(sentence)}, not text', file=path, record=number)
-        _reject_lone_surrogates(sentence, json_key, path, number)
+        if (half := find_lone_surrogate(sentence)) is not None:
+            raise DataError(f'"{json_key}" holds half a character ({half})', file=path, record=number)
     return sentences
 
 
@@ -234,13 +235,13 @@ def _value(line: bytes, json_key: str, path: InputPath, number: int) -> Any:
     return record[json_key]
 
 
-def _reject_lone_surrogates(text: str, json_key: str, path: InputPath, number: int) -> None:
-    """Raise DataError for half of a surrogate pair, which JSON can encode and no tokenizer accepts."""
+def find_lone_surrogate(text: str) -> str | None:
+    """Return half of a surrogate pair, as its escape; None without one. JSON can encode it, no tokenizer accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise DataError(f'"{json_key}" holds half a character ({half})', file=path, record=number) from None
+        return f"\\u{ord(text[error.start]):04x}"
+    return None
 
 
 def _parse(line: str, path: InputPath, number: int) -> Any:

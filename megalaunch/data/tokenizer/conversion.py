@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PREFIX_PATTERN = r"\A(?=[\s\S])"  # start of the pattern that prepends a space to a text unless it is a symbol
 # Splits the name of a byte in two, so that a unigram model does not encode it as the byte.
 _BYTE_NAME = r"(?<=<0)(?=x[0-9A-F]{2}>)"
-_MERGES = ("merges.txt", "vocab.bpe")
+MERGES = ("merges.txt", "vocab.bpe")
 _SPACE = "\u2581"  # a space in SentencePiece's vocabulary
 _AGAIN = "Save it again from its source."
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -58,11 +58,11 @@ _TIKTOKEN: dict[int, tuple[str, dict[str, int]]] = {
 
 def find_merges(path: Path) -> Path:
     """Return the merges file in the directory of a GPT-2 vocabulary; DataError if there is none."""
-    for name in _MERGES:
+    for name in MERGES:
         if (path.parent / name).is_file():
             return path.parent / name
     fix = "Pass --merges FILE (Megatron: --merge-file), or give a tokenizer.json."
-    raise DataError(f"the vocabulary's directory has no {' or '.join(_MERGES)}", file=path, fix=fix)
+    raise DataError(f"the vocabulary's directory has no {' or '.join(MERGES)}", file=path, fix=fix)
 
 
 def convert_gpt2(path: Path, content: bytes, merges: Path) -> tokenizers.Tokenizer:

@@ -220,7 +220,7 @@ def load_tokenizer(
         return Tokenizer(conversion.convert_sentencepiece(path, content), conversion.sentencepiece_end(content))
     inner = _unwrap(content)
     if inner is not None:
-        return Tokenizer(inner, _eos_from_config(path), content.decode())
+        return Tokenizer(inner, eos_from_config(path), content.decode())
     parsed = _parse(path, content)
     if conversion.is_tekken(parsed):
         return Tokenizer(conversion.convert_tekken(path, parsed))
@@ -247,10 +247,8 @@ def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:
         DataError: `source` cannot be loaded or `target` cannot be written.
     """
     tokenizer = load_tokenizer(source)
-    content = tokenizer_file(source).read_bytes()
-    is_ours = content.lstrip()[:1] == b"{" and "model" in json.loads(content)
     try:
-        target.write_bytes(content if is_ours else tokenizer.to_json().encode())
+        target.write_bytes(tokenizer.to_json().encode())
         if tokenizer.end_name is not None:
             (target.parent / _CONFIG).write_text(json.dumps({"eos_token": tokenizer.end_name}), encoding="utf-8")
     except OSError as error:
@@ -294,7 +292,7 @@ def _rejection_reason(content: bytes) -> str:
     return "no reason was given"
 
 
-def _eos_from_config(path: Path) -> str | None:
+def eos_from_config(path: Path) -> str | None:
     """Return the `eos_token` of tokenizer_config.json in the same directory, which Megatron uses."""
     try:
         config = json.loads((path.parent / _CONFIG).read_bytes())

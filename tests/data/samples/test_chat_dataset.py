@@ -118,6 +118,7 @@ def test_long_conversations_are_truncated_and_those_without_an_answer_skipped(ch
         ({"messages": [{"role": "user"}]}, 'line 2: a turn without text under "role" and "content"'),
         ({"messages": [{"role": "judge", "content": "x"}]}, "line 2: unknown role 'judge'"),
         ({"prompt": "a", "completion": "b<|endoftext|>c"}, "line 2: a message holds the end-of-document token"),
+        ({"prompt": "a", "completion": "b\ud800c"}, r"line 2: a message holds half a character \(\\ud800\)"),
     ],
 )
 def test_a_record_that_is_not_a_conversation_is_refused(chat, line, cause):
@@ -126,10 +127,20 @@ def test_a_record_that_is_not_a_conversation_is_refused(chat, line, cause):
 
 
 def test_bad_records_can_be_skipped(chat):
-    bad = ["{", {"text": "x"}, {"prompt": "a", "completion": "b<|endoftext|>c"}]
+    half = {"prompt": "a", "completion": "b\ud800c"}
+    bad = ["{", {"text": "x"}, {"prompt": "a", "completion": "b<|endoftext|>c"}, half]
     whole = chat([talk(number) for number in range(9)], validation_every=0)
     left = chat([talk(0), *bad, *(talk(number) for number in range(1, 9))], validation_every=0, on_bad_record="skip")
     assert Path(f"{left.data.train_prefix}.bin").read_bytes() == Path(f"{whole.data.train_prefix}.bin").read_bytes()
+
+
+def test_the_end_token_of_the_configuration_is_kept(chat, tmp_path):
+    """Conversations end with it, so generation must stop at it."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "~"}))
+    spec = chat([talk(number) for number in range(9)], validation_every=0)
+    tokenizer, row = load_tokenizer(spec.tokenizer.path), build_train_dataset(spec)[0]
+    assert tokenizer.token(tokenizer.eod_id) == "~"
+    assert tokenizer.eod_id in row.tokens[1:][row.loss_mask]
 
 
 def test_errors_of_the_settings(chat):

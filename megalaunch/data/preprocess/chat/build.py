@@ -29,10 +29,11 @@ from megalaunch.data.preprocess.corpus.build import bad_record_handler, is_valid
 from megalaunch.data.preprocess.corpus.documents import Corpus
 from megalaunch.data.preprocess.inputs import TABLES, CorpusFile, describe
 from megalaunch.data.preprocess.readers import lines, table_columns, table_rows
+from megalaunch.data.preprocess.records import find_lone_surrogate
 from megalaunch.data.preprocess.settings import Format
 from megalaunch.data.remote_file import InputPath
 from megalaunch.data.tokenizer.folder import chat_template, companion_files, named_tokens, read_json
-from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer
 from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
 
 _CONVERSATIONS_AT_ONCE = 512
@@ -72,8 +73,7 @@ def build_chat(
     Raises:
         DataError: there is nothing to train on, or a record is no conversation and `data.on_bad_record` is not skip.
     """
-    tokenizer = load_tokenizer(tokenizer_path)
-    (directory / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+    tokenizer = copy_tokenizer(tokenizer_path, directory / TOKENIZER)
     bad: list[DataError] = []
     left_out = bad_record_handler(data, bad)
 
@@ -170,14 +170,17 @@ def _encode_batch(
 ) -> Iterator[tuple[_ConversationText, Rendering]]:
     """Yield every conversation with its rendered text; reject those that cannot be rendered."""
     for parsed in conversations:
-        injected = _template_injection(parsed.conversation, encoder.marks)
-        rendering = Rendering(error=injected) if injected else encoder.write(parsed.conversation)
-        if rendering.error is None:
+        unusable = _template_injection(parsed.conversation, encoder.marks)
+        rendering = Rendering() if unusable else encoder.write(parsed.conversation)
+        if (half := find_lone_surrogate(rendering.text)) is not None:
+            unusable = f"a message holds half a character ({half})"
+        if unusable:
+            reject(DataError(unusable, file=parsed.path, record=parsed.number, fix="Remove it from the text."))
+        elif rendering.error is not None:
+            cause = f"the tokenizer's chat template cannot be applied: {rendering.error}"
+            reject(DataError(cause, file=parsed.path, record=parsed.number))
+        else:
             yield parsed, rendering
-            continue
-        cause, fix = (injected, "Remove it from the text.") if injected else (rendering.error, "")
-        cause = cause if injected else f"the tokenizer's chat template cannot be applied: {cause}"
-        reject(DataError(cause, file=parsed.path, record=parsed.number, fix=fix))
 
 
 def _conversations(corpus: Corpus, reject: Callable[[DataError], None]) -> Iterator[_ConversationText]:
