@@ -21,6 +21,8 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
 """An agent without a heartbeat for this long is lost: its node or the network to it failed."""
 MAX_UNAUTHENTICATED = 256
+"""Handshakes at a time; further connections wait, as a client that is turned away takes this node for another."""
+_BACKLOG = 4096  # connections that the system holds until they are accepted: all nodes come at once
 _OTHER_SPEC = Problem("its spec.yaml differs from node 0's", "all nodes must share the run directory")
 
 
@@ -74,28 +76,25 @@ class Coordinator:
         self._refused: dict[int, str] = {}  # hosts of nodes with another spec.yaml
         self._preflight: asyncio.Task[None] | None = None
         self._round = 0
-        self._unauthenticated = 0
+        self._handshakes = asyncio.Semaphore(MAX_UNAUTHENTICATED)
         self._over = False
 
     async def serve(self, address: str, port: int) -> asyncio.Server:
         """Start listening; raises OSError if the address is not this node's or the port is in use."""
-        server = await asyncio.start_server(self._handle_connection, address, port, reuse_address=True)
+        server = await asyncio.start_server(
+            self._handle_connection, address, port, reuse_address=True, backlog=_BACKLOG
+        )
         self._beat = asyncio.ensure_future(self._send_heartbeats())
         return server
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
-        if self._unauthenticated >= MAX_UNAUTHENTICATED:
-            connection.close()
-            return
-        self._unauthenticated += 1
         try:
-            purpose = await accept(connection, self._credentials.secret)
+            async with self._handshakes:
+                purpose = await accept(connection, self._credentials.secret)
         except PeerError:
             connection.close()
             return
-        finally:
-            self._unauthenticated -= 1
         with contextlib.suppress(OSError, EOFError, PeerError):
             if purpose == "store":
                 await join_streams(
@@ -175,8 +174,12 @@ class Coordinator:
             found.problems[node].append(_OTHER_SPEC)
         for warning in found.warnings:
             log(f"warning: {warning}")
-        if not found.problems:
+        if not found.problems and self._peers == peers:
             await self._start_round()
+            return
+        if not found.problems:  # a node has left meanwhile: it may come again, and is then checked
+            self._preflight = None
+            await self._start_if_complete()
             return
         hosts = {**self._refused, **{node: peer.host for node, peer in peers.items()}}
         failed = sorted(found.problems)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ RENDEZVOUS_SECONDS = 600.0
 """Timeout of a rendezvous, long because nodes are started by hand, one after the other."""
 UNKNOWN_NAME_SECONDS = 6.0
 _RETRY_SECONDS = 0.5
+_OPEN_FILES = 1 << 16  # no more: programs that workers start may close each possible file
 
 
 class RendezvousProblem(Exception):
@@ -303,6 +305,7 @@ def open_coordinator(
             "address that every node reaches"
         ) from None
     coordinator = Coordinator(nodes, credentials, fingerprint, store_port, checked_directory)
+    _allow_open_files()
     try:
         loop.call(coordinator.serve(str(address), endpoint.port))
     except OSError as error:
@@ -311,6 +314,13 @@ def open_coordinator(
             fix = "end the program that uses the port, or give all nodes another port"
         raise RendezvousProblem(f"cannot listen on {endpoint} ({os.strerror(error.errno or 0)}): {fix}") from None
     return coordinator
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files: each worker's connection to the store takes three of node 0."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a limit that the system does not take stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _OPEN_FILES)), hard))
 
 
 def lost_node_message(node: int, host: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +15,12 @@ import pytest
 from agent_meeting import MINE, Meeting, ended_loops  # noqa: F401  (a fixture)
 from made_specs import resolved
 
-from megalaunch.engine.agent import inspection, local_checks, neighbours, shared_directory
+from megalaunch.engine.agent import coordinator, inspection, local_checks, neighbours, shared_directory
 from megalaunch.engine.agent.inspection import Inspection
 from megalaunch.engine.agent.local_checks import disk_problems, interface_problems, memory_tier_problems
-from megalaunch.engine.agent.member import EventLoop, Member, RendezvousProblem
+from megalaunch.engine.agent.member import EventLoop, Member, NodeLost, RendezvousProblem
 from megalaunch.engine.agent.node_report import NodeReport, Problem
+from megalaunch.engine.agent.preflight import Findings
 from megalaunch.plan.memory.checkpoint_sizes import node_checkpoint_bytes
 from megalaunch.platform.device_health import device_faults
 from megalaunch.platform.software import Software
@@ -221,6 +225,35 @@ def test_each_node_connects_to_a_few_others():
     ring = [neighbours.neighbours_of(node, range(100)) for node in range(100)]
     assert {len(others) for others in ring} == {neighbours.NEIGHBOURS}
     assert all(sum(node in others for others in ring) == neighbours.NEIGHBOURS for node in range(100))
+
+
+def test_a_node_that_leaves_during_the_checks_is_waited_for(nodes, monkeypatch):
+    """The others must not start without it: their workers would wait for it until a timeout."""
+    run = nodes(3)
+    checked: list[list[int]] = []
+
+    async def examine(peers, root):
+        checked.append(sorted(peers))
+        if len(checked) == 1:
+            peers[2].connection.close()
+            while 2 in run.coordinator._peers:
+                await asyncio.sleep(0.01)
+        return Findings()
+
+    monkeypatch.setattr(coordinator, "examine", examine)
+    first = {node: run.come(node) for node in range(3)}
+    results = {}
+    joining = threading.Thread(target=lambda: results.update(run.join(first)), daemon=True)
+    joining.start()
+    deadline = time.monotonic() + 10
+    while not (isinstance(first[2]._problem, NodeLost) and first[0]._missing == [2]):
+        assert time.monotonic() < deadline, (first[0]._round, first[0]._missing)
+        time.sleep(0.01)
+    assert first[0]._round == 0
+    again = run.join({2: run.come(2)})
+    joining.join(10)
+    assert (again[2], results[0], results[1]) == (1, 1, 1)
+    assert checked == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_without_the_preflight_nothing_is_compared(nodes, tmp_path):

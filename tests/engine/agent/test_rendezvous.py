@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import threading
 import time
@@ -122,6 +123,30 @@ def test_who_does_not_belong_is_refused(node, credentials, fingerprint, said):
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
     taken.require_all()
+
+
+def test_more_nodes_at_once_than_handshakes_are_all_let_in(monkeypatch):
+    """A thousand agents or workers start at the same moment: none may take a busy node 0 for another program."""
+    monkeypatch.setattr(coordinator, "MAX_UNAUTHENTICATED", 2)
+    meeting = Meeting(2)
+
+    async def arrive() -> None:
+        host, port = meeting.endpoint.host, meeting.endpoint.port
+        for connection in await asyncio.gather(*(channel.connect(host, port, MINE.secret, "agent") for _ in range(40))):
+            connection.close()
+
+    EventLoop().call(arrive())
+
+
+def test_node_0_may_open_a_file_for_each_connection():
+    """Each worker's store needs three files of node 0's agent; the usual soft limit is 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    try:
+        Meeting(2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(1 << 16, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_strangers_reach_no_store():
