@@ -95,7 +95,8 @@ def test_a_model_that_differs_in_little_is_named_and_one_that_differs_in_much_is
     shape = SMALL.replace("--num-layers 4 --hidden-size 64 --num-attention-heads 4", "").replace(
         "--max-position-embeddings 32", "--max-position-embeddings 2048"
     )
-    gpt3 = f"A=({shape} --num-layers 96 --hidden-size 12288 --num-attention-heads 96)\npython pretrain_gpt.py ${{A[@]}}"
+    shape += " --no-bias-gelu-fusion --num-layers 96 --hidden-size 12288 --num-attention-heads 96"
+    gpt3 = f"A=({shape})\npython pretrain_gpt.py ${{A[@]}}"
     imported = import_script(gpt3, "x", "x")
     assert imported.recipe.picked["model"] == "gpt3_175b"
     assert "activation: gelu\n" in imported.recipe.text
@@ -136,7 +137,9 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "key", "value"),
     [
-        ("", "model.activation", "gelu"),
+        ("", "model.activation", "gelu_tanh"),  # what the fused kernel of bias and GELU computes
+        ("--no-bias-gelu-fusion", "model.activation", "gelu"),
+        ("--disable-bias-linear", "model.activation", "gelu"),
         ("", "model.hidden_dropout", 0.1),
         ("", "model.norm", "layernorm"),
         ("", "model.position_embedding", "learned"),
@@ -306,6 +309,8 @@ def test_all_of_it_composes(tmp_path):
         ("--non-persistent-save-interval 5", "--non-persistent-save-interval", "unsupported", "of type local"),
         ("--replication", "--replication", "ignored", "without --non-persistent-ckpt-type local"),
         ("--save-interval", "--save-interval", "unknown", "no value"),
+        ("--hybrid-layer-pattern M*-", "--hybrid-layer-pattern", "unsupported", "heterogeneous layers"),
+        ("--spec my.layers spec", "--spec", "unsupported", "named by their code"),
         ("--data-path $DATA", "--data-path", "unresolved", "depends on the running shell"),
         ("--data-path $(ls /tmp)", "--data-path", "unresolved", "depends on the running shell"),
     ],

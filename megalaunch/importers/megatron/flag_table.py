@@ -132,6 +132,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "squared-relu": (0, "model.activation"),
     "quick-geglu": (0, "model.activation"),
     "openai-gelu": (0, "model.activation"),
+    "no-bias-gelu-fusion": (0, "model.activation"),
     "glu-linear-offset": (1, "model.activation"),
     "normalization": (1, "model.norm"),
     "qk-layernorm": (0, "model.qk_norm"),

@@ -60,7 +60,9 @@ def _blocks(given: Arguments, values: Values) -> None:
             )
     else:
         plain = {"squared-relu": "squared_relu", "openai-gelu": "gelu_tanh"}
-        values["model.activation"] = next((ours for flag, ours in plain.items() if given.has(flag)), "gelu")
+        fused = not (given.has("disable-bias-linear") or given.has("no-bias-gelu-fusion"))
+        gelu = "gelu_tanh" if fused else "gelu"  # Megatron's kernel of bias and GELU has the tanh approximation
+        values["model.activation"] = next((ours for flag, ours in plain.items() if given.has(flag)), gelu)
     if offset and not given.has("quick-geglu"):
         given.mark_unsupported("glu-linear-offset", "only quick_geglu has an offset of the up projection")
     width, inner = given.integer("hidden-size"), given.integer("ffn-hidden-size")

@@ -66,8 +66,6 @@ def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
     unsupported = [f"--{flag}: {text}" for flag, (status, text) in given.statuses.items() if status == "unsupported"]
     if unsupported:
         raise ArgumentsError(unsupported)
-    if values["model.activation"] == "gelu" and saved.get("bias_gelu_fusion") and values["model.mlp_bias"]:
-        values["model.activation"] = "gelu_tanh"  # Megatron's fused kernel computes the tanh approximation
     values["model.norm_plus_one"] = bool(saved.get("apply_layernorm_1p"))
     heads, groups = saved["num_attention_heads"], values.get("model.num_query_groups")
     values["model.num_query_groups"] = heads if latent else groups or heads
@@ -96,6 +94,8 @@ def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
             arguments += [str(item) for item in value] if isinstance(value, list) and arity == MANY else [str(value)]
     if saved.get("add_bias_linear") is False:
         arguments.append("--disable-bias-linear")
+    if not saved.get("bias_gelu_fusion"):
+        arguments.append("--no-bias-gelu-fusion")
     return arguments
 
 

@@ -18,7 +18,7 @@ IGNORED: dict[str, str] = {
     """,
     "an old spelling that Megatron rejects": "batch-size warmup model-parallel-size",
     "kernels are selected by device; megalaunch doctor --all lists them": """
-        transformer-impl flash-attention-version no-masked-softmax-fusion no-bias-gelu-fusion
+        transformer-impl flash-attention-version no-masked-softmax-fusion
         no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm memory-efficient-layer-norm
         no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl moe-grouped-gemm
         moe-permute-fusion moe-router-fusion use-transformer-engine-op-fuser moe-use-legacy-grouped-gemm
@@ -27,7 +27,7 @@ IGNORED: dict[str, str] = {
         use-te-* disable-bf16-reduced-precision-matmul moe-shared-expert-glu-interleave-size
         moe-mlp-glu-interleave-size moe-router-padding-for-* batch-invariant-* flash-decode
         disable-parameter-transpose-cache
-        keep-fp8-transpose-cache use-kitchen* kitchen-* spec te-precision-config-file
+        keep-fp8-transpose-cache use-kitchen* kitchen-* te-precision-config-file
     """,
     "the same function: only the stored norm weights differ (minus 1)": "apply-layernorm-1p",
     "--position-embedding-type alone selects the position embedding": "no-position-embedding",
@@ -113,11 +113,11 @@ IGNORED: dict[str, str] = {
     "for other models or uses than training a decoder": """
         inference-* no-inference-* max-tokens-to-oom output-bert-embeddings bert-* rl-* no-rl-* grpo-*
         langrl-* perform-rl-step
-        refit-method mamba-* hybrid-* gdp-* linear-* no-linear-* enable-chunked-prefill num-speculative-tokens
+        refit-method mamba-* gdp-* linear-* no-linear-* enable-chunked-prefill num-speculative-tokens
         decode-only-cuda-graphs use-same-sampling-seed-across-dp-ranks use-legacy-static-engine symmetric-ar-type
         encoder-* decoder-seq-length decoder-num-layers mask-prob short-seq-prob sample-rate cache-mla-latents
         return-log-probs skip-prompt-log-probs use-flashinfer-* disable-mamba-* relative-attention-*
-        yarn-correction-* no-yarn-correction-* mlp-chunks-* is-hybrid-model
+        yarn-correction-* no-yarn-correction-* mlp-chunks-*
     """,
     "megalaunch has no setting for CUDA graphs": """
         cuda-graph-* enable-cuda-graph external-cuda-graph optimizer-cuda-graph no-cuda-graph-*
@@ -146,7 +146,10 @@ UNSUPPORTED: dict[str, str] = {
     """,
     "capacity is set per expert (--moe-expert-capacity-factor)": "moe-expert-rank-capacity-factor moe-paged-stash*",
     "a dense checkpoint is upcycled by megalaunch convert upcycle": "moe-use-upcycling moe-upcycling-*",
-    "heterogeneous layers are not supported": "heterogeneous-layers-* enable-mhc-connections mhc-*",
+    "heterogeneous layers are not supported": """
+        heterogeneous-layers-* enable-mhc-connections mhc-* hybrid-* is-hybrid-model
+    """,
+    "layers named by their code are not supported": "spec",
     "sparse and linear attention are not supported": "experimental-attention-variant dsa-* linear-attention-freq",
     "each depth of multi-token prediction has its own layer": """
         mtp-use-repeated-layer mtp-detach-heads mtp-hsm mtp-standalone
