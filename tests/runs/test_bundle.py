@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -44,6 +45,18 @@ def contents(path: Path) -> dict[str, str]:
     with tarfile.open(path) as bundle:
         files = {member.name: bundle.extractfile(member) for member in bundle.getmembers()}
         return {name.removeprefix("megalaunch/"): file.read().decode() for name, file in files.items() if file}
+
+
+def test_a_bundle_that_cannot_be_written_completely_is_not_left(run, tmp_path, monkeypatch):
+    """Half of one would refuse the next attempt, and be sent."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(archive, "_add", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_bundle(tmp_path / "report.tar.gz", {}, run, {})
+    assert not (tmp_path / "report.tar.gz").exists()
 
 
 def test_it_has_the_records_of_the_run_and_nothing_else(run, tmp_path):

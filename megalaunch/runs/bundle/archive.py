@@ -61,9 +61,13 @@ def write_bundle(
     if run is not None:
         texts |= {f"run/{path.relative_to(run.root)}": _end_of(path) for path in _records(run)}
     descriptor = open_file(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, text in texts.items():
-            _add(archive, name, redact(text, secrets).encode())
+    try:
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for name, text in texts.items():
+                _add(archive, name, redact(text, secrets).encode())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
     return list(texts)
 
 

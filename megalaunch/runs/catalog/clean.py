@@ -23,8 +23,8 @@ class CleaningRules:
     """What to remove. `keep`: complete checkpoints to keep per run, the newest; at least 1.
 
     `keep_every`: keep those of every checkpoint.keep_every-th step too. `failed`: remove whole runs that failed
-    before their first checkpoint. `local`: remove all checkpoints in the memory and on the disk of this machine, not
-    only those that are no newer than the run directory's.
+    before their first checkpoint, local ones included unless `local`. `local`: remove all checkpoints in the memory and
+    on the disk of this machine, not only those that are no newer than the run directory's.
     """
 
     keep: int = 1
@@ -69,10 +69,7 @@ def plan_cleaning(runs: Sequence[RunDirectory], rules: CleaningRules) -> list[Ru
         if run_is_locked(run):
             cleanings.append(RunCleaning(run, (), running=True))
         elif rules.failed and _failed_without_checkpoint(run):
-            paths = [folder for _, folder in local_folders(run, spec)] if spec is not None else []
-            reason = "failed before its first checkpoint"
-            removals = [Removal(path, _tree_size(path), reason) for path in (*paths, run.root)]
-            cleanings.append(RunCleaning(run, tuple(removals)))
+            cleanings.append(RunCleaning(run, tuple(_whole_run(run, spec, rules))))
         else:
             cleanings.append(RunCleaning(run, tuple(_removals(run, spec, rules, beginnings))))
     return cleanings
@@ -92,6 +89,14 @@ def clean_run(cleaning: RunCleaning) -> None:
             remove_directory(removal.path)
     finally:
         unlock_run(cleaning.run, lock)
+
+
+def _whole_run(run: RunDirectory, spec: RunSpec | None, rules: CleaningRules) -> Iterator[Removal]:
+    """Yield all of a failed run; nothing if it could continue from local checkpoints that are to be kept."""
+    paths = [folder for _, folder in local_folders(run, spec)] if spec is not None else []
+    if rules.local or not any(map(list_shards, paths)):
+        for path in (*paths, run.root):
+            yield Removal(path, _tree_size(path), "failed before its first checkpoint")
 
 
 def _removals(
