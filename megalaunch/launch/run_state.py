@@ -89,28 +89,33 @@ class RunState:
         self._known = [int(number(record, "step")) if record else 0 for record in newest]
         self.fresh_metrics = [record for record in records if number(record, "step") > known[_kind(record) or 0]]
         events, _ = self._events.read_new()
-        self.fresh_events = [event for event in events if not self._is_known_stop(event)]
-        for event in self.fresh_events:
-            if event.get("event") in ("progress", *_ENDS_WORK):
-                self._files = event if event["event"] == "progress" else None
-            if event.get("event") in ("phase", "restart"):
-                self.phase, self.stepping = str(event.get("phase", "starting again")), False
+        self.fresh_events = []
+        for event in events:
+            if event.get("event") == "stop_requested" and self.ending:
+                continue  # of the other one of launcher and workers
+            self._take_event(event)
+            self.fresh_events.append(event)
         if any(_is_step(record) for record in self.fresh_metrics):
             self._pace_to = (time.monotonic(), self.step)
             self._pace_from = self._pace_from or self._pace_to
             self.stepping = True
 
-    def _is_known_stop(self, event: Record) -> bool:
-        if event.get("event") == "launch":
+    def _take_event(self, event: Record) -> None:
+        kind = event.get("event")
+        if kind == "launch":
             self._launched_at, self.ending = number(event, "time"), False
             workers = event.get("workers")
             if isinstance(workers, int) and workers != self.scale.devices:  # a restart on another number of nodes
                 self.scale = replace(self.scale, devices=workers)
                 self._step_seconds.clear()
-        if event.get("event") != "stop_requested":
-            return False
-        known, self.ending = self.ending, True
-        return known
+        elif kind == "stop_requested":
+            self.ending = True
+        elif kind == "progress":
+            self._files = event
+        if kind in _ENDS_WORK:
+            self._files = None
+        if kind in ("phase", "restart"):
+            self.phase, self.stepping = str(event.get("phase", "starting again")), False
 
     def _take(self, record: Record) -> None:
         if _is_step(record):
