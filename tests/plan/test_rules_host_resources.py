@@ -2,12 +2,11 @@
 
 import shlex
 from dataclasses import replace
-from types import SimpleNamespace
 
 from made_specs import H100_NODE, LAPTOP, resolved
 
 from megalaunch.plan.check import check
-from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
+from megalaunch.plan.memory.checkpoint_sizes import held_bytes, host_checkpoint_bytes
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.rules import local_checkpoint
 from megalaunch.schema import with_values
@@ -118,5 +117,4 @@ def test_only_the_runs_own_checkpoints_on_a_node_count_as_free(tmp_path):
         shard = tmp_path / folder / "rank_00000/step_00000002"
         shard.mkdir(parents=True)
         (shard / "shard.safetensors").write_bytes(bytes(size))
-    at = SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(directory="runs/run")))
-    assert local_checkpoint._own_bytes(at, tmp_path) == 3
+    assert held_bytes(tmp_path, f"run-{local_checkpoint._DIGEST}") == 3

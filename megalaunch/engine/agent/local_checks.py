@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import tempfile
@@ -11,11 +12,11 @@ from pathlib import Path
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.node_report import Problem
 from megalaunch.format.numbers import format_bytes
-from megalaunch.plan.memory.checkpoint_sizes import node_checkpoint_bytes, node_parts_at_once
+from megalaunch.plan.memory.checkpoint_sizes import held_bytes, node_checkpoint_bytes, node_parts_at_once
 from megalaunch.platform.cgroups import free_disk
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.device_health import device_faults
-from megalaunch.rundir.checkpoint.local_shards import held_bytes, node_folder_name
+from megalaunch.rundir.checkpoint.local_shards import node_folder_name
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
 from megalaunch.schema.local_checkpoint import expand_node_path
@@ -105,7 +106,7 @@ def memory_tier_problems(spec: RunSpec, run_directory: Path) -> Iterator[Problem
     if not needed or folder is None:
         return
     free = free_disk(folder)
-    held = held_bytes(folder / node_folder_name(RunDirectory(run_directory)))
+    held = held_bytes(folder, glob.escape(node_folder_name(RunDirectory(run_directory))))
     if free is not None and free + held < needed:
         yield Problem(
             f"{folder} has {format_bytes(free + held)} for checkpoints in memory, which need {format_bytes(needed)}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megalaunch.plan.memory.model_states import main_param_bytes, root_states_per_parameter, states_per_parameter
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.world import data_parallel_size, replicas_and_shards, world_size
@@ -27,6 +29,19 @@ def node_checkpoint_bytes(spec: RunSpec) -> int | None:
         return None
     replicas, _ = replicas_and_shards(dp, spec.parallel)
     return size * replicas // int(spec.cluster.nodes)
+
+
+def held_bytes(folder: Path, run: str) -> int:
+    """Return the bytes of the shards that newer ones replace, in the folders of a run on this node; 0 if unreadable.
+
+    Args:
+        folder: the folder of a tier.
+        run: name of the run's folder in it, or a glob of it.
+    """
+    try:
+        return sum(file.stat().st_size for file in folder.glob(f"{run}/rank_*/step_*/*"))
+    except (OSError, ValueError):  # not readable; no path at all
+        return 0
 
 
 def node_parts_at_once(spec: RunSpec, settings: LocalCheckpointSpec | MemoryCheckpointSpec) -> int:

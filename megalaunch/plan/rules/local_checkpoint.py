@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalaunch.plan.memory.checkpoint_sizes import node_checkpoint_bytes, node_parts_at_once
+from megalaunch.plan.memory.checkpoint_sizes import held_bytes, node_checkpoint_bytes, node_parts_at_once
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.schema.local_checkpoint import LocalCheckpointSpec, MemoryCheckpointSpec, expand_node_path
@@ -152,7 +152,7 @@ def _too_large(
     free = at.local_machine.free_disk(folder)
     if free is None:
         return
-    free += _own_bytes(at, folder)
+    free += held_bytes(folder, f"{glob.escape(Path(at.spec.run.directory or '').name)}-{_DIGEST}")
     if count * size <= free:
         return
     copied = " with copies of another node's" if settings.replicate and int(at.spec.cluster.nodes) > 1 else ""
@@ -179,12 +179,3 @@ def _device(path: Path) -> int | None:
         except OSError:
             continue
     return None
-
-
-def _own_bytes(at: RuleContext, folder: Path) -> int:
-    """Return the bytes of the run's existing checkpoints in a folder, which newer ones replace."""
-    name = glob.escape(Path(at.spec.run.directory or "").name)
-    try:
-        return sum(file.stat().st_size for file in folder.glob(f"{name}-{_DIGEST}/rank_*/step_*/*"))
-    except (OSError, ValueError):  # not readable; no path at all
-        return 0

@@ -74,14 +74,6 @@ def node_folder_name(directory: RunDirectory) -> str:
     return f"{root.name}-{hashlib.sha256(bytes(root) + first).hexdigest()[:12]}"
 
 
-def held_bytes(folder: Path) -> int:
-    """Return the bytes of the shards in a run's folder on this node, which newer ones replace."""
-    try:
-        return sum(file.stat().st_size for file in folder.glob(f"{_RANK}*/step_*/*"))
-    except OSError:
-        return 0
-
-
 def rank_folder(folder: Path, rank: int) -> Path:
     """Return where a node's folder holds the shards of a rank."""
     return folder / f"{_RANK}{rank:05d}"
