@@ -182,10 +182,10 @@ def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: i
     end = Position(number + 1, 0)
     try:
         for block in stream.blocks():
+            if read < start:  # counted before, up to the end of the block that has `start`
+                stored = stream.stored
+            buffer += block[max(0, start - read) :]
             read += len(block)
-            if read <= start:
-                continue
-            buffer += block[start - read :] if read - len(block) < start else block
             cut = buffer.rfind(b"\n") + 1
             if dropped and cut:  # the end of a line that was too long to buffer
                 rest = buffer.find(b"\n") + 1

@@ -66,10 +66,12 @@ def test_a_compressed_file_is_read_from_every_position(tmp_path, monkeypatch, su
     packed = tmp_path / f"in.jsonl{suffix}"
     packed.write_bytes(PACKERS[suffix](content))
     inputs, settings = find_inputs([str(packed)], Format.AUTO), Settings(tmp_path, chunk_bytes=300)
-    ends = [chunk.end for chunk in chunks(inputs, settings, Position(0, 0))][:-1]
-    assert any(end.offset % 1000 for end in ends)
-    for end in ends:
-        assert b"".join(chunk.body.content for chunk in chunks(inputs, settings, end)) == content[end.offset :]
+    whole = list(chunks(inputs, settings, Position(0, 0)))
+    assert any(chunk.end.offset % 1000 for chunk in whole)
+    for number, before in enumerate(whole[:-1], 1):
+        rest = list(chunks(inputs, settings, before.end))
+        assert b"".join(chunk.body.content for chunk in rest) == content[before.end.offset :]
+        assert sum(chunk.stored for chunk in whole[:number] + rest) == packed.stat().st_size
 
 
 @pytest.mark.parametrize("name", ["in.JSONL", "in.jsonl.GZ", "in.Jsonl.gz"])
