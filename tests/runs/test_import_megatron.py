@@ -258,7 +258,7 @@ def test_all_of_it_composes(tmp_path):
         "--num-experts 4 --moe-layer-freq 2 --window-size 15,0 --cp-comm-type p2p a2a p2p a2a --fp16 --optimizer muon "
         "--data-path 0.7 /a 0.3 '/b c' --step-batch-size-schedule '0:4 1K:8' --recompute-granularity selective "
         "--recompute-modules mlp moe --position-embedding-type rope --use-rope-scaling --lr-decay-style WSD "
-        "--tensor-model-parallel-size 2"
+        "--tensor-model-parallel-size 2 --wandb-project NULL"
     )
     imported = import_script(SMALL + flags, "imported", "x")
     spec = compose([f"recipe={write(tmp_path, imported)}"]).spec

@@ -48,7 +48,7 @@ def read_sweep(key: str, raw: str, names: Callable[[], list[str]]) -> Categorica
         return None
     sweep: Any = parsed.value()
     if isinstance(sweep, IntervalSweep):
-        low, high = sweep.start or 0.0, sweep.end or 0.0
+        low, high = (0.0 if end is None else end for end in (sweep.start, sweep.end))
         return Range(low, high, "log" in sweep.tags, isinstance(low, int) and isinstance(high, int))
     if isinstance(sweep, Glob):
         return Categorical(tuple(sorted(sweep.filter(names()))))

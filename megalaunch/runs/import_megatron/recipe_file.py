@@ -206,7 +206,11 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         import json
 
-        plain = value.replace("_", "").replace("/", "").isalnum() and not value[0].isdigit() and value not in _QUOTED
+        plain = (
+            value.replace("_", "").replace("/", "").isalnum()
+            and not value[0].isdigit()
+            and value.lower() not in _QUOTED
+        )
         return value if plain else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
         text = repr(value)
@@ -214,21 +218,4 @@ def _scalar(value: Any) -> str:
     return to_yaml(value)
 
 
-_QUOTED = {
-    "null",
-    "true",
-    "false",
-    "yes",
-    "no",
-    "on",
-    "off",
-    "y",
-    "n",
-    "Null",
-    "True",
-    "False",
-    "Yes",
-    "No",
-    "On",
-    "Off",
-}
+_QUOTED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # in any case

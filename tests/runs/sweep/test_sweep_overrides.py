@@ -21,6 +21,8 @@ from megalaunch.runs.sweep.sampling import grid, random_points
         ("interval(1e-5,1e-3)", Range(1e-5, 1e-3)),
         ("tag(log,interval(1e-5,1e-3))", Range(1e-5, 1e-3, log=True)),
         ("int(interval(1,5))", Range(1, 5, integer=True)),
+        ("int(interval(0,5))", Range(0, 5, integer=True)),
+        ("int(interval(-5,0))", Range(-5, 0, integer=True)),
         ("3e-4", None),
     ],
 )
