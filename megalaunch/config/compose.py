@@ -16,7 +16,7 @@ from megalaunch.config.errors import COMMAND_LINE, ConfigError
 from megalaunch.config.files import BY_PATH, ConfigFiles, OptionCache
 from megalaunch.config.groups import ConfigValues, option_names
 from megalaunch.config.hydra.api import Composed, compose_config
-from megalaunch.config.hydra.grammar import GrammarError, read_sweep
+from megalaunch.config.hydra.grammar import GrammarError, read_sweep, read_text
 from megalaunch.config.hydra.nodes import ConfigNodes
 from megalaunch.config.hydra.resolve import to_plain_data
 from megalaunch.config.keys import GROUPS, schema_keys
@@ -190,7 +190,7 @@ def read_axis(path: str, raw: str) -> Categorical | Range | None:
         GrammarError: the sweep cannot be parsed; the message has the reason.
     """
     try:
-        return read_sweep(
+        axis = read_sweep(
             path,
             raw,
             lambda: list(recipe_files()) if path == "recipe" else option_names(path) if path in GROUPS else [],
@@ -199,6 +199,8 @@ def read_axis(path: str, raw: str) -> Categorical | Range | None:
         if path in schema_keys() and schema_keys()[path].is_text:
             return None  # free text may hold brackets and commas
         raise
+    as_typed = path not in schema_keys() or schema_keys()[path].is_text
+    return Categorical(tuple(map(read_text, axis.values))) if as_typed and isinstance(axis, Categorical) else axis
 
 
 def _origins(files: ConfigFiles, choices: Mapping[str, str], typed: Mapping[str, Any]) -> dict[str, Origin]:

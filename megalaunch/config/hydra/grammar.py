@@ -38,6 +38,12 @@ def quoted(text: str) -> str:
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
+def read_text(text: str) -> str:
+    """Return what a value of a sweep stands for where free text is taken as typed: without quotes and escapes."""
+    value = read_value("text", text)
+    return value if isinstance(value, str) else text
+
+
 def read_sweep(key: str, raw: str, names: Callable[[], list[str]]) -> Categorical | Range | None:
     """Return the values of `key=raw` with choice, range, interval, glob or commas; None for a single value.
 

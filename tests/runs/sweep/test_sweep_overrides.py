@@ -36,6 +36,12 @@ def test_options_are_named_by_list_and_by_pattern():
     assert read_axis("data.corpus", "texts[1") is None  # text with a bracket is one value
 
 
+@pytest.mark.parametrize("raw", ["/my dir/a,/b", "choice('/my dir/a',/b)"])
+def test_a_text_with_a_space_is_swept_as_it_is_typed(raw):
+    """Hydra writes the space of an unquoted text with a backslash, which is no part of a path."""
+    assert read_axis("data.corpus", raw) == read_axis("recipe", raw) == Categorical(("/my dir/a", "/b"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
