@@ -117,9 +117,8 @@ def read_speed(steps: Sequence[Record]) -> Speed | None:
 
 
 def _last_validation(directory: RunDirectory) -> float | None:
-    losses = [number(record, "validation_loss") for record in read_lines(directory.metrics)]
-    finite = [loss for loss in losses if not math.isnan(loss)]
-    return finite[-1] if finite else None
+    validations = [record for record in read_lines(directory.metrics) if "validation_loss" in record]
+    return number(validations[-1], "validation_loss") if validations else None
 
 
 def rank_results(results: Sequence[TrialResult], metric: Metric) -> list[TrialResult]:

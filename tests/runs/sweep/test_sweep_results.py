@@ -83,6 +83,16 @@ def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
     ]
     assert [result.number for result in rank_results(results, "validation_loss")] == [2, 1]
     assert "--metric loss to rank by the training loss" in unranked_reason(results[4], "validation_loss")
+    assert unranked_reason(results[2], "validation_loss") == "validation loss not finite"
+
+
+def test_a_trial_that_diverged_is_not_ranked_by_an_earlier_validation(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    made_trial(folder, 1, 100.0, validation=1.5)
+    append_line(folder.trial(1).metrics, {"step": 12, "validation_loss": float("nan")})
+    append_line(folder.trial(1).metrics, {"step": 12, "tasks": {}})  # without a validation
+    diverged = read_result(1, {"optimizer.lr": "1"}, folder.trial(1))
+    assert rank_results([diverged], "validation_loss") == []
 
 
 def test_the_training_loss_ranks_where_it_is_asked_for(tmp_path):
