@@ -25,7 +25,7 @@ class RunJob:
     """A run and where it runs.
 
     Attributes:
-        record: of its newest job; None: it was not submitted.
+        record: of its newest job; None: it was not submitted, or continues without one.
         holder: the process that holds the directory of a run without a job; None: no process does.
         status: of the job, or of that process.
     """
@@ -39,15 +39,17 @@ class RunJob:
 def find_job(directory: RunDirectory) -> RunJob:
     """Return the newest job of a run and its state; a scheduler that does not answer is a reason in the state."""
     record = read_record(directory.job)
-    if record is None:
-        holder = read_holder(directory.lock) if run_is_locked(directory) else None
-        status = JobStatus("ended", "not running") if holder is None else JobStatus("running", holder.describe())
-        return RunJob(directory, None, holder, status)
-    try:
-        status = select_launcher(record.launcher).status(record)
-    except LauncherError as error:
-        status = JobStatus("unknown", "unknown", str(error))
+    status = JobStatus("ended", "not running") if record is None else _ask(record)
+    if status.phase == "ended" and run_is_locked(directory) and (holder := read_holder(directory.lock)) is not None:
+        return RunJob(directory, None, holder, JobStatus("running", holder.describe()))
     return RunJob(directory, record, None, status)
+
+
+def _ask(record: JobRecord) -> JobStatus:
+    try:
+        return select_launcher(record.launcher).status(record)
+    except LauncherError as error:
+        return JobStatus("unknown", "unknown", str(error))
 
 
 def find_jobs(folder: Path) -> Iterator[RunJob]:

@@ -44,11 +44,12 @@ def list_lines(folder: Path, jobs: Sequence[RunJob]) -> Iterator[str]:
     yield f"{folder}: {len(jobs)} job{'s' if len(jobs) != 1 else ''}"
     rows = [("run", "launcher", "job", "nodes", "submitted", "step", "state")]
     for job in jobs:
-        if job.record is not None:
-            name = str(job.directory.root.relative_to(folder))
-            count, record = str(job.record.nodes), job.record
-            step = str(_figures(job).step)
-            rows.append((name, record.launcher, str(record.id), count, _time(record.submitted), step, str(job.status)))
+        record = job.record
+        submitted = ("-",) * 4
+        if record is not None:
+            submitted = (record.launcher, str(record.id), str(record.nodes), _time(record.submitted))
+        name = str(job.directory.root.relative_to(folder))
+        rows.append((name, *submitted, str(_figures(job).step), str(job.status)))
     if jobs:
         yield from table_lines(rows, right=(2, 3, 5))
 
