@@ -19,12 +19,16 @@ from megalaunch.engine.torch_private import (
     around_dtensor_shape_inference,
     local_shard,
     observe_storage_resize,
+    operator_schema,
     storage_id,
     tree_leaves,
 )
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives")
+
+# FSDP2's operator before an all-gather. It returns this rank's part and the buffer of all parts.
+_GATHER_WEIGHTS = "fsdp::all_gather_copy_in"
 
 
 @dataclass
@@ -86,6 +90,8 @@ class MemoryTracker:
         """Record the storages that an operator returned, or wrote if it is a collective."""
         if self._is_paused:
             return
+        if operator_schema(function).name == _GATHER_WEIGHTS:  # also while they wait to be copied to parameters
+            self.label(output[1:], "weights")
         is_collective = collective_kind(function) is not None
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):

@@ -93,6 +93,7 @@ class _SavedActivations:
         layer: of one layer.
         recomputed: in addition, during the backward of one layer: its recomputed and prefetched activations.
         gradients: also in addition then: gradients of its activations, and scores.
+        freed: of `all` and `recomputed`, those that are freed then, for as many bytes of gradients.
         p2p_gradients: gradients sent to and received from other stages meanwhile.
         in_flight: microbatches in flight of each chunk.
         head_microbatches: microbatches in flight of the chunk with the head.
@@ -102,6 +103,7 @@ class _SavedActivations:
     layer: float
     recomputed: float
     gradients: float
+    freed: float
     in_flight: tuple[int, ...]
     head_microbatches: int
     p2p_gradients: float = 0.0
@@ -154,12 +156,12 @@ def _peak_candidates(
         gradients = losses * loss.with_logits - loss.not_rounded
         yield at(LOSS, states.loss, saved.all, logits, buffers=loss.buffers, head_gradients=gradients)
         yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
-    temporary = tokens * saved.gradients
-    yield at(LAYER, states.layer, saved.all + saved.recomputed, buffers=temporary + tokens * saved.p2p_gradients)
+    temporary, in_layer = tokens * (saved.gradients + saved.freed), saved.recomputed - saved.freed
+    yield at(LAYER, states.layer, saved.all + in_layer, buffers=temporary + tokens * saved.p2p_gradients)
     if states.grad_reduce:
         yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
     if states.last_layer is not None:
-        yield at(LAST_LAYER, states.last_layer, saved.layer + saved.recomputed, buffers=temporary)
+        yield at(LAST_LAYER, states.last_layer, saved.layer + in_layer, buffers=temporary)
     if states.microbatch_end is not None:
         yield at(MICROBATCH_END, states.microbatch_end, saved.all * (1 - 1 / saved.num_microbatches))
     yield at(STEP_END, states.step_end, 0.0)
@@ -194,7 +196,7 @@ def _saved_activations(
     )
     full = spec.recompute.granularity == "full"
     total = layer = 0.0
-    peak = (0.0, 0.0)  # of recomputed activations and of gradients, in the layer with the largest sum
+    peak = (0.0, 0.0, 0.0)  # recomputed, gradients and freed, of the layer with the largest sum of the first two
     head_microbatches = 1
     for chunk, count_in_flight in zip(chunks, microbatches, strict=True):
         offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
@@ -211,7 +213,8 @@ def _saved_activations(
             else:
                 size, recomputed = one.saved * on_device, one.recomputed_at_peak
             total += size * count_in_flight
-            peak = max(peak, (recomputed + prefetched * one.without_recompute, one.backward_peak), key=sum)
+            in_backward = (recomputed + prefetched * one.without_recompute, one.backward_peak, one.freed_at_peak)
+            peak = max(peak, in_backward, key=lambda sizes: sizes[0] + sizes[1])
             layer = size / on_device if on_device else 0.0
         if chunk.head:
             total += head * count_in_flight

@@ -257,6 +257,7 @@ class SavedBytes:
         recomputed_at_peak: of them, those at the peak of its backward.
         layer_input: of them, the layer's input.
         backward_peak: peak of gradients (and scores) in its backward, in addition.
+        freed_at_peak: of the saved or recomputed, those that are freed at that peak, for as many bytes of gradients.
     """
 
     saved: float
@@ -264,6 +265,7 @@ class SavedBytes:
     recomputed_at_peak: float
     layer_input: float
     backward_peak: float
+    freed_at_peak: float
 
     @property
     def without_recompute(self) -> float:
@@ -292,12 +294,14 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile:
         recomputed[row in ATTENTION or row in LATENTS] += size if is_recomputed else 0.0
         saved += 0.0 if is_recomputed else size
     layer_input = dims.residual_bytes * dims.hidden_size / dims.sequence_shards
-    at_peak, gradients = _backward_peak(dims, recomputed[True], recomputed[False])
-    return SavedBytes(saved, max(recomputed.values()), at_peak, layer_input, gradients)
+    at_peak, gradients, freed = _backward_peak(dims, recomputed[True], recomputed[False])
+    return SavedBytes(saved, max(recomputed.values()), at_peak, layer_input, gradients, freed)
 
 
-def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, float]:
+def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, float, float]:
     """Return the peak in the backward of one layer, in addition to its saved activations: recomputed, and gradients.
+
+    Third, the bytes of its activation's outputs if these are freed at the peak: their gradients replace them.
 
     It is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of its
     activation; the inner values themselves are freed by then. Attention is recomputed, and its buffers are allocated,
@@ -312,16 +316,19 @@ def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, f
         routed = d.expert_rows * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
         inner = routed / d.sequence_shards + d.activation_gradients * d.shared_ffn_width
         values = d.saved_activation_inputs + 1
+        outputs = d.expert_rows * d.expert_ffn_width / d.sequence_shards + d.shared_ffn_width
         routed = d.summed_rows * d.hidden_size + d.expert_rows * (d.hidden_size + values * d.expert_ffn_width)
         freed = routed / d.sequence_shards + values * d.shared_ffn_width
     else:
         inner = d.activation_gradients * d.ffn_width
+        outputs = d.ffn_width
         freed = (d.saved_activation_inputs + 1) * d.ffn_width
     stream = d.hidden_size / d.sequence_shards + d.hidden_size
     saved_and_freed = max(0.0, d.activation_bytes * (d.hidden_size / d.sequence_shards + freed) - ffn)
     grown = d.attention_buffer_bytes - saved_and_freed
-    peaks = (ffn, d.activation_bytes * (stream + inner)), (attention + min(0.0, grown), max(0.0, grown))
-    return max(peaks, key=sum)
+    in_ffn = (ffn, d.activation_bytes * (stream + inner), d.matmul_input_bytes * outputs)
+    in_attention = (attention + min(0.0, grown), max(0.0, grown), 0.0)
+    return max(in_ffn, in_attention, key=lambda peak: peak[0] + peak[1])
 
 
 def _sequence_shards(row: OpRow, dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:
