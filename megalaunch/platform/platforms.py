@@ -25,6 +25,7 @@ class PlatformFacts:
         package: the Python package whose import adds the device to torch; None: torch has it.
         device_nodes: a pattern of the names in /dev, one for each device; None: unknown.
         priority: of the platforms that a machine has, automatic selection takes the highest.
+        captures_graphs: whether its implementation captures graphs of kernels, as CUDA does (`train.cuda_graphs`).
     """
 
     device: str
@@ -34,13 +35,21 @@ class PlatformFacts:
     package: str | None = None
     device_nodes: str | None = None
     priority: int = 100
+    captures_graphs: bool = False
 
 
 # Device nodes: of the drivers. torch_txda's driver is not public, so that a TXDA is selected by name only.
 _ROWS = (
     # torch's ROCm build calls AMD's chips cuda and RCCL nccl.
     PlatformFacts(
-        "cuda", "nccl", f"{_ENGINE}.cuda:CudaPlatform", "CUDA_VISIBLE_DEVICES", None, r"nvidia\d+", priority=500
+        "cuda",
+        "nccl",
+        f"{_ENGINE}.cuda:CudaPlatform",
+        "CUDA_VISIBLE_DEVICES",
+        None,
+        r"nvidia\d+",
+        priority=500,
+        captures_graphs=True,
     ),
     PlatformFacts(
         "musa",
@@ -50,6 +59,7 @@ _ROWS = (
         "torch_musa",
         r"mthreads\d+|mtgpu\.\d+",
         priority=400,
+        captures_graphs=True,
     ),
     PlatformFacts(
         "txda", "tccl", f"{_ENGINE}.txda:TxdaPlatform", "TXDA_VISIBLE_DEVICES", "torch_txda", None, priority=300
@@ -62,6 +72,7 @@ _ROWS = (
         "torch_npu",
         r"davinci\d+",
         priority=200,
+        captures_graphs=True,
     ),
     PlatformFacts("cpu", "gloo", f"{_ENGINE}.cpu:CpuPlatform", priority=0),
 )

@@ -98,6 +98,11 @@ class TrainSpec:
         False, "Use only deterministic GPU kernels, so that the same run gives the same bits; slower."
     )
     compile: bool = setting(False, "Compile each layer with torch.compile.")
+    cuda_graphs: bool = setting(
+        False,
+        "Capture each layer's forward and backward pass as a graph (CUDA graphs) and replay it: one launch in place of "
+        "dozens. For dense models on fixed shapes.",
+    )
     sample_prompt: str | None = setting(
         None, "Prompt that the model continues at the end of training; null: no sample."
     )

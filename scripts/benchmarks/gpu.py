@@ -79,8 +79,8 @@ class Part:
         return 2 * self.seconds + 30
 
 
-def _train(model: str, sequence: int, precision: str, seconds: int, kind: str = "training") -> Part:
-    return Part(kind, (f"{model}, {sequence}, {precision}",), seconds)
+def _train(model: str, sequence: int, setting: str, seconds: int, kind: str = "training") -> Part:
+    return Part(kind, (f"{model}, {sequence}, {setting}",), seconds)
 
 
 # The most telling first, as time may end.
@@ -97,6 +97,7 @@ PARTS = (
     _train(_QWEN3, 8192, "bf16", 45),
     _train(_8B_8L, 8192, "bf16", 45),
     _train(_GPT2, 2048, "bf16", 35),
+    _train(_GPT2, 2048, "bf16, graphs", 35),
     _train(_1B, 2048, "bf16", 35),
     _train(_8B, 2048, "bf16", 35),
     _train(_1B, 8192, "fp8", 45),

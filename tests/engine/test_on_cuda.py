@@ -26,6 +26,7 @@ from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.model.config import NormConfig
 from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.parallel import layer_graphs
 from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
 from megalaunch.engine.precision.transformer_engine import load_transformer_engine
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
@@ -117,6 +118,24 @@ def test_a_compiled_step_computes_what_an_eager_one_does(model, monkeypatch):
     values = {**WIDE, **MODELS[model], "precision__compute_dtype": "bf16"}
     eager = train(small_spec(**values), "cuda", monkeypatch)
     assert_close(train(small_spec(**values, train__compile=True), "cuda", monkeypatch), eager, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_layers_that_are_replayed_as_graphs_have_the_bits_of_eager_ones(precision, monkeypatch):
+    values = {**WIDE, "precision__compute_dtype": precision, "batch__micro_batch_size": 1}
+    eager = train(small_spec(**values), "cuda", monkeypatch)
+    replays = []
+    replay = layer_graphs.GraphedLayer.replay_backward
+    monkeypatch.setattr(
+        layer_graphs.GraphedLayer, "replay_backward", lambda layer, dy: replays.append(layer) or replay(layer, dy)
+    )
+    found = train(small_spec(**values, train__cuda_graphs=True), "cuda", monkeypatch)
+    assert found.losses == eager.losses
+    for name, parameter in eager.parameters.items():
+        torch.testing.assert_close(found.parameters[name], parameter, rtol=0, atol=0, msg=name)
+    microbatches = STEPS * 8
+    assert len(replays) >= 3 * (microbatches - layer_graphs.WARM_UP_PASSES - 8)  # three layers; weights move in a step
 
 
 RANDOM = {

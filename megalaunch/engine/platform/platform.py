@@ -33,6 +33,14 @@ class CapturedGraph:
     result: Tensor
 
 
+@dataclass(frozen=True)
+class GraphPool:
+    """The memory of several graphs, and the stream on which they are captured: that of their backward passes, too."""
+
+    handle: Any
+    stream: Any
+
+
 class Platform:
     """A kind of device that torch knows as an accelerator.
 
@@ -138,22 +146,46 @@ class Platform:
         """Whether `capture_graph` can be called."""
         return self.graph_class is not None
 
-    def capture_graph(self, function: Callable[[], Tensor]) -> CapturedGraph:
+    def make_graph_pool(self) -> GraphPool:
+        """Return a pool of memory for graphs that are replayed in the order in which they were captured."""
+        return GraphPool(self.module.graph_pool_handle(), self.module.Stream())
+
+    def capture_graph(self, function: Callable[[], Tensor], pool: GraphPool | None = None) -> CapturedGraph:
         """Capture the kernels that a function launches, without running them.
 
         The function must have run before, so that libraries are initialized and kernels compiled. It must not read
         values of tensors on the host, and the tensors that it uses must stay where they are.
+
+        Args:
+            function: What is captured, backward passes of earlier captures in the same pool included.
+            pool: Where the graph takes its memory, without emptying the allocator's cache; None: one of its own.
 
         Raises:
             RuntimeError: The function does what cannot be captured; the device's message says what.
         """
         assert self.graph_class is not None, "captures_graphs tells whether a device captures graphs"
         graph = getattr(self.module, self.graph_class)()
-        with self.module.graph(graph):
-            result = function()
+        if pool is None:
+            with self.module.graph(graph):
+                result = function()
+            return CapturedGraph(graph.replay, result)
+        running = self.module.current_stream()
+        pool.stream.wait_stream(running)
+        with self.module.stream(pool.stream):
+            # Another thread, such as the watchdog of collectives, may ask for events meanwhile.
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
+        running.wait_stream(pool.stream)
         return CapturedGraph(graph.replay, result)
 
     # Memory
+
+    def empty_cache(self) -> None:
+        """Give the device the memory that the allocator keeps for tensors to come."""
+        self._function("empty_cache")()
 
     def max_memory_allocated(self, device: torch.device) -> int:
         """Return the most bytes that tensors held on the device since the start."""

@@ -35,6 +35,7 @@ from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.router import Router
 from megalaunch.engine.parallel.fsdp import reduce_grads_if_due, reshard, set_grad_sync
+from megalaunch.engine.parallel.layer_graphs import capture_layers
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
 from megalaunch.engine.parallel.pipeline_parallel import Pipeline
 from megalaunch.engine.parallel.pipeline_stage import INFERS_ACTIVATIONS, StageActivations
@@ -98,6 +99,8 @@ def make_forward_backward(
     loss = TrainingLoss(LinearCrossEntropy(model.parts[-1], count_loss_chunks(spec)), spec.model.mtp.loss_coeff)
     if mesh.pp.size == 1:
         (decoder,) = model.parts
+        if spec.train.cuda_graphs and observer is NO_OBSERVER:  # a simulation has nothing to capture
+            capture_layers(decoder)
         return SingleStage(decoder, spec.parallel, loss, spec.train.seed)
     if activations is None and not INFERS_ACTIVATIONS:
         activations = stage_activations(spec, mesh.topology)

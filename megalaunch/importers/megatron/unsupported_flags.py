@@ -119,7 +119,7 @@ IGNORED: dict[str, str] = {
         return-log-probs skip-prompt-log-probs use-flashinfer-* disable-mamba-* relative-attention-*
         yarn-correction-* no-yarn-correction-* mlp-chunks-*
     """,
-    "megalaunch has no setting for CUDA graphs": """
+    "graphs of the layers are train.cuda_graphs": """
         cuda-graph-* enable-cuda-graph external-cuda-graph optimizer-cuda-graph no-cuda-graph-*
     """,
     "storage of FP8 scales": """

@@ -116,6 +116,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "train.eval_tasks.names": (),  # their texts are of another tokenizer
         "train.loss_chunks": min(2, count_loss_chunks(spec)),
         "train.compile": False,  # would compile for minutes, in every worker
+        "train.cuda_graphs": False,  # CPUs capture none
         "train.sample_tokens": min(8, spec.train.sample_tokens),
         "train.sample_prompt": None if spec.train.sample_prompt is None else "the ",
         "precision.emulate": spec.precision.compute_dtype == "fp8",

@@ -23,7 +23,10 @@ _SMALL_MODEL = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Training steps of one model, `samples` of `sequence` tokens in a microbatch, `microbatches` of them in a step."""
+    """Training steps of one model, `samples` of `sequence` tokens in a microbatch, `microbatches` of them in a step.
+
+    With `graphs` its layers are captured as CUDA graphs on a GPU, in place of compiled.
+    """
 
     model: str
     overrides: tuple[str, ...]
@@ -32,11 +35,12 @@ class Workload:
     samples: int
     microbatches: int
     precision: str = "bf16"
+    graphs: bool = False
 
     @property
     def name(self) -> str:
         """Return the name of the row."""
-        return f"{self.model}, {self.sequence}, {self.precision}"
+        return f"{self.model}, {self.sequence}, {self.precision}{', graphs' if self.graphs else ''}"
 
     def at_size(self, setting: Setting) -> Workload:
         """Return the workload as it is run: with tiny samples in the small mode."""
@@ -45,6 +49,7 @@ class Workload:
     def spec(self, setting: Setting) -> RunSpec:
         """Return the resolved spec of a run of it on one device."""
         at = self.at_size(setting)
+        graphs = self.graphs and setting.device == "cuda"
         words = [
             f"precision={self.precision}",
             f"platform={'auto' if setting.device == 'cuda' else 'cpu'}",
@@ -53,7 +58,8 @@ class Workload:
             "cluster.nodes=1",
             "cluster.devices_per_node=1",
             "train.steps=1000",
-            f"train.compile={str(setting.compile).lower()}",
+            f"train.compile={str(setting.compile and not graphs).lower()}",
+            f"train.cuda_graphs={str(graphs).lower()}",
             f"train.loss_chunks={max(1, at.samples * at.sequence // _TOKENS_PER_CHUNK)}",
             f"batch.sequence_length={at.sequence}",
             f"batch.micro_batch_size={at.samples}",
@@ -90,3 +96,5 @@ WORKLOADS: dict[str, Workload] = {
     for precision in ("bf16", "fp8")
     for made in [Workload(model, overrides, small, sequence, size, count, precision)]
 }
+_GRAPHS = replace(WORKLOADS["GPT-2 124M, 2048, bf16"], graphs=True)  # the shortest kernels
+WORKLOADS[_GRAPHS.name] = _GRAPHS

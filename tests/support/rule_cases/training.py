@@ -339,4 +339,22 @@ COMPILE = {
         (*TINY, "platform=h100", "cluster.devices_per_node=2", "recompute.cpu_offloading_num_layers=1"),
     ),
 }
-CASES = {**COMPILE, **PROFILING, **PROMETHEUS, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
+GPUS = (*TINY, "platform=h100", "cluster.nodes=1", "cluster.devices_per_node=2", "train.cuda_graphs=true")
+CUDA_GRAPHS = {
+    "train.cuda_graphs_device": Case("train.cuda_graphs=true", "train.cuda_graphs=true platform=h100"),
+    "train.cuda_graphs_layout": Case("parallel=dp2zero3", "parallel=dp2zero2", GPUS),
+    "train.cuda_graphs_model": Case("model.hidden_dropout=0.1", "model.hidden_dropout=0", GPUS),
+    "train.cuda_graphs_step": Case("train.compile=true", "train.compile=false", GPUS),
+}
+CASES = {
+    **COMPILE,
+    **CUDA_GRAPHS,
+    **PROFILING,
+    **PROMETHEUS,
+    **BATCH,
+    **SCHEDULE,
+    **OPTIMIZER,
+    **PRECISION,
+    **RECOMPUTE,
+    **CHECKPOINT,
+}
