@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -21,8 +22,9 @@ from megalaunch.launch.process import descendants, kill_all
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 
-# 22.05 and later; cred_expire shortens the delay of two minutes before a requeued job starts again, and MessageTimeout
-# the ten seconds after which a node that was asked does not answer.
+# 22.05 and later. The port of a run follows from its job's number, which begins elsewhere in each cluster: runs of two
+# clusters do not meet. cred_expire shortens the delay of two minutes before a requeued job starts again, and
+# MessageTimeout the ten seconds after which a node that was asked does not answer.
 _CONF = """\
 ClusterName=mini
 SlurmctldHost={host}(127.0.0.1)
@@ -31,6 +33,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/sock,cred_expire=5
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmctldPidFile={folder}/state/slurmctld.pid
 SlurmdPidFile={folder}/spool/%n.pid
 StateSaveLocation={folder}/state
@@ -91,7 +94,8 @@ def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10, srun_waits: i
     conf = folder / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
     of_nodes = [_NODE.format(name=name, host=host, port=free_ports()) for name in names]
-    head = _CONF.format(host=host, folder=folder, port=free_ports(), down_after=down_after)
+    first_job = random.randrange(1, 10_000)
+    head = _CONF.format(host=host, folder=folder, port=free_ports(), first_job=first_job, down_after=down_after)
     conf.write_text(head + "".join(of_nodes))
     srun = folder / "bin/srun"
     srun.parent.mkdir()
