@@ -10,7 +10,7 @@ from megalaunch.schema import RunSpec
 
 STEP_SECONDS = 15.0  # minimum time limit of a step
 STEP_MEDIANS = 10
-_KNOWN_SAMPLES = 5  # with fewer the median is unreliable: first steps compile, allocate and connect
+_KNOWN_STEPS = 5  # with fewer the median is unreliable: first steps compile, allocate and connect
 _LONGEST_GAP = 2.0
 _MIN_SILENCE_SECONDS = 1.0  # seconds; no limit is shorter
 
@@ -25,7 +25,8 @@ class HangDetector:
     def __init__(self, spec: RunSpec, now: float) -> None:
         self._launcher, self._compiled = spec.launcher, spec.train.compile
         self._looked, self.silent = now, 0.0
-        self._seconds_per_step: deque[float] = deque(maxlen=100)
+        self._seconds_per_step: deque[float] = deque(maxlen=100)  # means, each of the steps between two polls
+        self._measured_steps = 0  # far more than means where steps are shorter than the time between two polls
         self._last: tuple[int, float] | None = None  # step and time of the lowest rank's last report
 
     def poll(self, now: float, ranks: RankMonitor, moved: bool) -> None:
@@ -37,7 +38,9 @@ class HangDetector:
             return
         step, time = local[0].progress.step, local[0].progress.time
         if self._last is not None and step > self._last[0]:
-            self._seconds_per_step.append((time - self._last[1]) / (step - self._last[0]))
+            steps = step - self._last[0]
+            self._seconds_per_step.append((time - self._last[1]) / steps)
+            self._measured_steps += steps
         if self._last is None or step != self._last[0]:
             self._last = (step, time)
 
@@ -65,7 +68,7 @@ class HangDetector:
                 return hang_timeout
         if self._launcher.step_timeout is not None:
             return min(hang_timeout, self._launcher.step_timeout)
-        are_known = len(self._seconds_per_step) >= _KNOWN_SAMPLES and not self._compiled
+        are_known = self._measured_steps >= _KNOWN_STEPS and not self._compiled
         if not are_known and not is_stopped:
             return hang_timeout
         usual = median(self._seconds_per_step) if are_known else 0.0

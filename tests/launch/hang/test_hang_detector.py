@@ -47,6 +47,15 @@ def test_steps_that_come_faster_than_looks_are_counted():
     assert clock.limit(ranks_at(1000)) == pytest.approx(20.0)
 
 
+@pytest.mark.parametrize(("step", "limit"), [(4, 600.0), (5, 15.0), (19, 15.0)])
+def test_five_steps_are_enough_however_few_looks_have_seen_them(step, limit):
+    """A small model may hang in the first second of its steps: after some twenty of them, and four or five looks."""
+    clock = HangDetector(tiny_spec(launcher__hang_timeout=600.0), 0.0)
+    for look, seen in enumerate((0, step)):
+        clock.poll(look * 0.2, ranks_at(seen, 1e9 + seen * 0.04), moved=True)
+    assert clock.limit(ranks_at(step)) == limit
+
+
 @pytest.mark.parametrize("phase", ["saving", "validating", "waiting for tokens", "training"])
 def test_what_is_no_step_has_the_whole_limit(phase):
     clock = clock_after(0.05)
