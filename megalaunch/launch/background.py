@@ -50,8 +50,11 @@ def continue_in_background() -> Background:
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
+    # A signal that comes before the handlers below is delivered after them: it would end this process alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_FORWARDED))
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(read)
         return Background(write)
     os.close(write)
@@ -62,6 +65,7 @@ def continue_in_background() -> Background:
 
     for number in _FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if os.read(read, 1) == _READY:
         os._exit(0)  # nothing of this process is cleaned up: the child continues with it
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -16,6 +16,7 @@ import os, sys, time
 from pathlib import Path
 from megalaunch.launch.background import continue_in_background
 print("before the fork")
+exec(sys.argv[2])
 background = continue_in_background()
 print("before")
 Path("pid").write_text(str(os.getpid()))
@@ -30,8 +31,12 @@ print("an error", file=sys.stderr)
 _WAIT = "for _ in range(300): time.sleep(0.1)"
 
 
-def start(folder: Path, code: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _PROGRAM, code]
+# The process that was typed does nothing for a second after its fork, as on a machine with more to do.
+_LATE = "fork = os.fork\nos.fork = lambda: (pid := fork()) and (time.sleep(1) or pid)"
+
+
+def start(folder: Path, code: str = "", before: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _PROGRAM, code, before]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -54,10 +59,11 @@ def test_a_failure_before_that_is_the_command_s(tmp_path, code, expected):
     assert output.startswith("before the fork\nbefore\n")
 
 
+@pytest.mark.parametrize("before", ["", _LATE], ids=["", "late"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_that_is_passed_on(tmp_path, number):
+def test_a_signal_before_that_is_passed_on(tmp_path, number, before):
     code = f"import signal\nsignal.signal({int(number)}, lambda *_: sys.exit(75))\nprint('ready', flush=True)\n{_WAIT}"
-    process = start(tmp_path, code)
+    process = start(tmp_path, code, before)
     while process.stdout.readline() != "ready\n":
         pass
     process.send_signal(number)
@@ -67,7 +73,7 @@ def test_a_signal_before_that_is_passed_on(tmp_path, number):
 def test_ctrl_c_before_that_is_the_background_s(tmp_path):
     """The terminal sends it to both: the command waits for how the other ends."""
     code = f"try:\n    print('ready', flush=True)\n    {_WAIT}\nexcept KeyboardInterrupt:\n    sys.exit(130)"
-    command = [sys.executable, "-c", _PROGRAM, code]
+    command = [sys.executable, "-c", _PROGRAM, code, ""]
     pipes = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, cwd=tmp_path, **pipes)
     while process.stdout.readline() != "ready\n":
