@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from faulty_step import write_faulty_step
 from launching import events_of, running, steps_of, wait_until, worker_pids
-from several_nodes import ended_processes, slurm_step, start_nodes, start_training_nodes
+from several_nodes import ended_processes, killed_on_failure, slurm_step, start_nodes, start_training_nodes
 
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -38,18 +38,15 @@ def test_a_stopped_rank_of_any_node_is_named_within_its_limit(tmp_path, stopped)
     run = RunDirectory(tmp_path / "run")
     more = ("train.steps=100000", "launcher.max_restarts=0", "launcher.step_timeout=4")
     nodes = start_nodes(tmp_path, slurm_step, *more, FAKE_STEP_SECONDS="0.1")
-    with_nodes = ended_processes(nodes)
-    try:
+    with killed_on_failure(nodes):
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 60)
         os.kill(read_progress(run.progress(stopped)).pid, signal.SIGSTOP)
         began = time.monotonic()
         (hang,) = wait_until(lambda: hangs_of(run), 30)
         assert time.monotonic() - began < 7
-    finally:
-        with with_nodes as (first, second):
-            pass
+    with ended_processes(nodes) as (first, second):
+        assert (first.returncode, second.returncode) == (6, 6), first.output + second.output
     assert (hang["rank"], hang["coordinates"], hang["attempt"]) == (stopped, f"dp{stopped}", 0)
-    assert (first.returncode, second.returncode) == (6, 6), first.output + second.output
     outcome = read_outcome(run.outcome)
     assert outcome.exit_code == 6
     assert outcome.reason.startswith(f"rank {stopped} (dp{stopped}): hang: no progress on any rank for 4 s")
@@ -78,21 +75,18 @@ def test_a_rank_that_makes_no_progress_is_named_with_the_stacks_of_all(tmp_path,
         write_faulty_step(tmp_path, rank=1, step=20, fault="while True: pass")  # as a data set that never yields
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     nodes = start_training_nodes(tmp_path, "train.steps=4000", "launcher.max_restarts=0", shared=shared, **environment)
-    with_nodes = ended_processes(nodes)
-    try:
+    with killed_on_failure(nodes):
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 18, 120)
         if kind == "stop":
             os.kill(read_progress(run.progress(1)).pid, signal.SIGSTOP)
         began = time.monotonic()
         (hang,) = wait_until(lambda: hangs_of(run), 60)
         seconds = time.monotonic() - began
-    finally:
-        with with_nodes as (first, second):
-            pass
+    with ended_processes(nodes) as (first, second):
+        assert (first.returncode, second.returncode) == (6, 6), first.output + second.output
     print(f"{kind}: noticed after {seconds:.1f} s")
     assert seconds < 30  # 15 s, and the answers of the other ranks, as on one node
     assert (hang["rank"], hang["coordinates"]) == (1, "dp1")
-    assert (first.returncode, second.returncode) == (6, 6), first.output + second.output
     assert "the workers hung" in first.output
     assert has_stack(run, 0)
     assert has_stack(run, 1) == (kind == "loop")

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_runs import ON_FEWER, assert_losses_on_fewer, call, parent_of, processes, started
+from cluster_runs import ON_FEWER, assert_losses_on_fewer, parent_of, processes, started, status_of
 from launching import events_of, steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
@@ -43,7 +43,7 @@ def test_a_lost_host_is_left_out_and_taken_back_with_the_losses_of_an_undisturbe
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 6, 120)
         open_node_1 = lose_node_1(run, config)
         wait_until(lambda: len(events_of(run, "launch")) == 2, 60)
-        _, shown = call(tmp_path, "status", str(run.root))
+        shown = status_of(run)
         open_node_1()
         output, _ = train.communicate(timeout=300)
     assert train.returncode == 0, output

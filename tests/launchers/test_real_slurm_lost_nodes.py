@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster_runs import ON_FEWER, assert_losses_on_fewer, call, started
+from cluster_runs import ON_FEWER, assert_losses_on_fewer, started, status_of
 from launching import events_of, steps_of, wait_until
 from mini_slurm import lose_node, mini_slurm, restarted_node
 from training import tiny_overrides
@@ -33,7 +33,7 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, tmp_
             wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 6, 120)
             lose_node(slurm, "n2")
             wait_until(lambda: len(events_of(run, "launch")) == 2, 150)
-            _, shown = call(tmp_path, "status", str(run.root))
+            shown = status_of(run)
             with restarted_node(slurm, "n2"):
                 output, _ = train.communicate(timeout=300)
         assert train.returncode == 0, output

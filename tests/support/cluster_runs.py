@@ -13,11 +13,13 @@ import pytest
 from launching import steps_of, wait_until
 from made_once import made_once
 from training import tiny_overrides
+from typer.testing import CliRunner
 from warm_process import COLD_MEGALAUNCH
 
+from megalaunch.cli.app import app
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.launchers.record import read_record
-from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
@@ -33,6 +35,11 @@ def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]
     """A command of megalaunch in the folder; its exit code and output."""
     done = subprocess.run([*COLD_MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
     return done.returncode, done.stdout + done.stderr
+
+
+def status_of(run: RunDirectory) -> str:
+    """What `megalaunch status` shows, from this process: a process of its own would be seconds late in a short run."""
+    return CliRunner().invoke(app, ["status", str(run.root)]).output
 
 
 def undisturbed_run(factory: pytest.TempPathFactory, length: Sequence[str] = LENGTH) -> RunDirectory:
@@ -71,19 +78,29 @@ def detached_and_stopped(folder: Path, run: RunDirectory, *overrides: str) -> st
 
 @contextmanager
 def started(folder: Path, *overrides: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """`megalaunch train` in a process of its own; on leaving, nothing of it is left.
+    """`megalaunch train` in a process of its own; on leaving, nothing of it is left. A failure shows what it said.
 
     `inside` begins the command line, such as with the namespace that it runs in.
     """
     command = [*inside, *COLD_MEGALAUNCH, "train", *overrides]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    failed = True
     try:
         yield process
+        failed = False
     finally:
         left = descendants(process.pid)
         process.kill()
-        process.communicate()
+        said, _ = process.communicate()
         kill_all(left, 5)
+        if failed:
+            print(said, *_last_events(overrides), sep="\n")  # with the failure, which pytest shows
+
+
+def _last_events(overrides: Sequence[str], number: int = 20) -> list[Record]:
+    """The end of the events of the run that the overrides place."""
+    (root,) = [word.partition("=")[2] for word in overrides if word.startswith("run.directory=")]
+    return list(read_lines(RunDirectory(Path(root)).events))[-number:]
 
 
 def processes(*words: str) -> list[int]:

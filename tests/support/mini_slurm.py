@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
 import socket
@@ -22,9 +21,8 @@ from megalaunch.launch.process import descendants, kill_all
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 
-# 22.05 and later. The port of a run follows from its job's number, which begins elsewhere in each cluster: runs of two
-# clusters do not meet. cred_expire shortens the delay of two minutes before a requeued job starts again, and
-# MessageTimeout the ten seconds after which a node that was asked does not answer.
+# 22.05 and later; cred_expire shortens the delay of two minutes before a requeued job starts again, and MessageTimeout
+# the ten seconds after which a node that was asked does not answer.
 _CONF = """\
 ClusterName=mini
 SlurmctldHost={host}(127.0.0.1)
@@ -57,16 +55,19 @@ SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
 """
 _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000\n"
-# Batch scripts let srun wait a minute for the launchers of other nodes, once one has ended.
+# Batch scripts let srun wait a minute for the launchers of other nodes, once one has ended. Only the first srun of
+# launchers is impatient: on a busy machine the launchers of a run that ends well end more than a few seconds apart.
 _IMPATIENT_SRUN = """\
 #!/bin/sh
 for word; do
     shift
-    [ "$word" != --wait=60 ] || word=--wait={seconds}
+    [ "$word" != --wait=60 ] || ! mkdir {folder}/has_waited 2>/dev/null || word=--wait={seconds}
     set -- "$@" "$word"
 done
 exec {srun} "$@"
 """
+_JOBS = 25  # of one cluster at most
+_CLUSTERS = 20  # at once: ports of runs repeat after 500 jobs
 _QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
@@ -78,7 +79,7 @@ def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10, srun_waits: i
 
     Args:
         down_after: seconds without an answer, after which a node is marked down.
-        srun_waits: seconds for which srun waits for the launchers of other nodes, once one has ended.
+        srun_waits: seconds for which the first srun of launchers waits for those of other nodes, once one has ended.
     """
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing or os.geteuid() != 0:
@@ -94,12 +95,12 @@ def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10, srun_waits: i
     conf = folder / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
     of_nodes = [_NODE.format(name=name, host=host, port=free_ports()) for name in names]
-    first_job = random.randrange(1, 10_000)
+    reservation, first_job = _reserved_jobs()
     head = _CONF.format(host=host, folder=folder, port=free_ports(), first_job=first_job, down_after=down_after)
     conf.write_text(head + "".join(of_nodes))
     srun = folder / "bin/srun"
     srun.parent.mkdir()
-    srun.write_text(_IMPATIENT_SRUN.format(seconds=srun_waits, srun=shutil.which("srun", path=_path())))
+    srun.write_text(_IMPATIENT_SRUN.format(folder=folder, seconds=srun_waits, srun=shutil.which("srun", path=_path())))
     srun.chmod(0o755)
     variables = {"SLURM_CONF": str(conf), "PATH": f"{srun.parent}:{_path()}"}
     environment = {**os.environ, **variables}
@@ -117,12 +118,16 @@ def mini_slurm(folder: Path, nodes: int = 2, down_after: int = 10, srun_waits: i
                 _wait_for((folder / "munge/sock").exists)
         _wait_for(lambda: _idle_nodes(environment) == nodes)
         yield variables
+    except BaseException:
+        _print_state(environment, folder / "log/slurmctld.log")  # with the failure, which pytest shows
+        raise
     finally:
         for daemon in reversed(daemons):
             left = descendants(daemon.pid)
             daemon.kill()
             daemon.wait()
             kill_all(left, 5)
+        reservation.close()
 
 
 def lose_node(variables: dict[str, str], name: str) -> None:
@@ -166,6 +171,30 @@ def _environment(pid: int, *names: str) -> list[str | None]:
 
 def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def _reserved_jobs() -> tuple[socket.socket, int]:
+    """Reserve numbers for the jobs of one cluster: what holds them until it is closed, and the first of them.
+
+    The port of a run follows from the number of its job. Runs of two clusters with the same number, both on this
+    machine, would have the same port, and the second would end at its start.
+    """
+    holder = socket.socket(socket.AF_UNIX)
+    for number in range(_CLUSTERS):
+        with contextlib.suppress(OSError):  # another test, of any process, holds them
+            holder.bind(f"\0mini_slurm_jobs_{number}")  # an abstract name, which ends with its process
+            return holder, 1 + number * _JOBS
+    raise RuntimeError(f"{_CLUSTERS} clusters run at once")
+
+
+def _print_state(environment: dict[str, str], log: Path) -> None:
+    """Print what Slurm says of its nodes and jobs, and the end of its log."""
+    for what in ("nodes", "jobs"):
+        show = ["timeout", "10", "scontrol", "show", what]
+        done = subprocess.run(show, env=environment, capture_output=True, text=True)
+        print(done.stdout, done.stderr, sep="")
+    if log.exists():
+        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n")
 
 
 def _idle_nodes(environment: dict[str, str]) -> int:

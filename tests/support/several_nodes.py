@@ -16,6 +16,7 @@ from training import tiny_overrides
 from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
+from megalaunch.platform.allocation import DEFAULT_PORT
 
 StartWithin = Callable[[int], AbstractContextManager[object]]  # of a node: what it is started within
 
@@ -29,9 +30,12 @@ class Ended:
 
 
 def free_ports() -> int:
-    """The first of two free ports, below those that the kernel gives to connections: they stay free in a restart."""
+    """The first of two free ports, below those that the kernel gives to connections: they stay free in a restart.
+
+    They are also below those that runs in Slurm jobs have by default, which tests at the same time may have.
+    """
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.randrange(20_000, DEFAULT_PORT - 1)
         with socket.socket() as first, socket.socket() as second:
             try:
                 first.bind(("127.0.0.1", port))
@@ -120,12 +124,28 @@ def start_training_nodes(
 @contextmanager
 def ended_processes(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> Iterator[list[Ended]]:
     """Wait for the processes; nothing that they started is left, whatever happens."""
-    try:
-        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
-        yield [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
-    finally:
+    with killed_on_failure(processes):
         for process in processes:
-            left = descendants(process.pid)
-            process.kill()
-            process.communicate()
-            kill_all(left, 5)
+            process.communicate(timeout=seconds)
+    yield _ended(processes)
+
+
+@contextmanager
+def killed_on_failure(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """If the body fails, kill the processes and all that they started without a wait, and print their outputs."""
+    try:
+        yield
+    except BaseException:
+        for number, ended in enumerate(_ended(processes)):
+            print(f"-- process {number}, exit code {ended.returncode}:\n{ended.output}")
+        raise
+
+
+def _ended(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+    """Kill what is left of the processes, and return them with their whole outputs."""
+    for process in processes:
+        left = descendants(process.pid)
+        process.kill()
+        kill_all(left, 5)
+    outputs = [process.communicate()[0] for process in processes]
+    return [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
