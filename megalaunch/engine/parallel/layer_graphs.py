@@ -77,11 +77,6 @@ class LayerGraphs:
         assert self._pool is not None, "begin_pass makes it before the first capture"
         return self._pool
 
-    @property
-    def captures(self) -> int:
-        """How often the layers were captured."""
-        return self._captures
-
     def begin_pass(self) -> None:
         """Choose the mode of a training pass."""
         self._passes += 1
@@ -137,7 +132,6 @@ class _Capture:
     """A layer's graphs, with what they read: it must stay where it is.
 
     Attributes:
-        number: Which capture of the decoder's layers it belongs to.
         x: The input, [B, s, H]. It requires a gradient.
         rotation: Cosines and sines.
         attend: The attention; it may hold a mask.
@@ -147,7 +141,6 @@ class _Capture:
         backward: Its result is that of x.
     """
 
-    number: int
     x: Tensor
     rotation: StaticRotation
     attend: AttentionFn
@@ -186,6 +179,8 @@ class GraphedLayer:
         graphs, trains = self.graphs, torch.is_grad_enabled() and x.requires_grad
         if trains and self.is_first:
             graphs.begin_pass()
+        if trains and graphs.mode is Mode.EAGER:
+            self._capture, self._sums = None, {}  # of passes before the end of their use
         mode = graphs.mode if trains and layer_cache is None and dropout_masks == NO_DROPOUT else Mode.EAGER
         if mode is Mode.EAGER or (mode is Mode.REPLAY and not self._can_replay(x)):
             return self.eager(function, x, rotation, attend, layer_cache, dropout_masks)
@@ -199,7 +194,7 @@ class GraphedLayer:
         capture = self._current
         if capture.has_moved:
             self.graphs.moved = True
-        return not capture.has_moved and capture.number == self.graphs.captures and capture.x.shape == x.shape
+        return not capture.has_moved and capture.x.shape == x.shape
 
     @property
     def _current(self) -> _Capture:
@@ -213,7 +208,6 @@ class GraphedLayer:
         static_x, rotation = x.detach().requires_grad_(), self.graphs.static_rotation(given)
         weights = [to_local_no_grad(weight) for weight in self.layer.parameters()]
         self._capture = _Capture(
-            self.graphs.captures,
             static_x,
             rotation,
             attend,

@@ -93,6 +93,24 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(moving: bool):
         ]
 
 
+def test_layers_that_run_without_graphs_after_all_hold_none_of_their_memory():
+    layer = GraphedLayer(
+        nn.Linear(2, 2), True, LayerGraphs(EmulatedGraphs(get_platform("cpu").facts)), save_activations
+    )
+    held = []
+
+    def train() -> None:
+        for _ in range(2 * (layer_graphs.RECAPTURES + 2) + layer_graphs.WARM_UP_PASSES):
+            x = torch.ones(1, 2, requires_grad=True)
+            layer(lambda x, *_: layer.layer(x), x, None, causal_attention).sum().backward()
+            held.append(layer._capture is not None and bool(layer._sums))
+
+    with patch.object(layer_graphs._Capture, "has_moved", True), pytest.warns(UserWarning, match="run without graphs"):
+        train()
+    assert any(held)
+    assert (layer._capture, layer._sums) == (None, {})
+
+
 def test_a_rotation_is_copied_once_a_pass():
     graphs = LayerGraphs(EmulatedGraphs(get_platform("cpu").facts))
     first, second = (RopeCache(torch.full((2, 4), value), torch.full((2, 4), -value)) for value in (1.0, 2.0))
