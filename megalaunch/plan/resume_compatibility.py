@@ -67,6 +67,9 @@ _PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
 _BEGINNINGS = ("checkpoint.load_pretrained", "checkpoint.branch_from")
 """What a run began with: the only keys of section checkpoint that a rerun may not change."""
 
+_KEPT_BY_BRANCHES = ("model.", "tokenizer.", *_BEGINNINGS)
+"""Keys, or sections, that a branch of the run (`checkpoint.branch_from`) may not change either."""
+
 _BLENDS = ("data.blend", "data.validation_blend")
 """Keys whose entries the launcher makes absolute."""
 
@@ -76,7 +79,26 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
 
     A corpus is compared by content: by the names of its prepared files in the cache, once they are known.
     """
-    findings = []
+    changes = [*_forbidden_changes(new, stored)]
+    message = "restore the value, or give another run.directory"
+    if changes and not any(path.startswith(_KEPT_BY_BRANCHES) for path, _, _ in changes):
+        branch = f"checkpoint.branch_from={as_override(new.run.directory)}"
+        message += f"; with {branch} it starts from this run's newest state"
+    return [
+        Finding(
+            "run.changed",
+            "error",
+            path,
+            f"the run started with {path}={as_override(before)} and cannot continue with {as_override(now)}: {message}",
+            {"stored": before, "new": now},
+            (f"{path}={as_override(before)}",),
+        )
+        for path, now, before in changes
+    ]
+
+
+def _forbidden_changes(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, new value, stored value) of each key that a rerun may not change."""
     for path, now, before in differences(new, stored):
         if path in _BEGINNINGS and _same_path(now, before):
             continue
@@ -84,13 +106,7 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
             continue
         if path in _BLENDS and _ingredients(now) == _ingredients(before):
             continue
-        message = (
-            f"the run started with {path}={as_override(before)} and cannot continue with {as_override(now)}: "
-            "restore the value, or give another run.directory"
-        )
-        numbers = {"stored": before, "new": now}
-        findings.append(Finding("run.changed", "error", path, message, numbers, (f"{path}={as_override(before)}",)))
-    return findings
+        yield path, now, before
 
 
 def compatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
