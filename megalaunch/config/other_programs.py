@@ -43,6 +43,8 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "train_batch_size": "batch.global_batch_size",
         "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
         # model
+        "attention": "model.attention_backend",
+        "attn_implementation": "model.attention_backend",
         "dim": "model.hidden_size",
         "intermediate_size": "model.ffn_hidden_size",
         "n_embd": "model.hidden_size",
@@ -78,11 +80,13 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "tp_size": "parallel.tp",
         # precision
         "communication_data_type": "precision.grad_reduce_dtype",
+        "dtype": "precision.compute_dtype",
         "data_types.grad_accum_dtype": "precision.grad_dtype",
         "loss_scale_window": "precision.loss_scale.window",
         "min_loss_scale": "precision.loss_scale.minimum",
         "mixed_precision_param": "precision.compute_dtype",
         "mixed_precision_reduce": "precision.grad_reduce_dtype",
+        "torch_dtype": "precision.compute_dtype",
         # optimizer and schedule
         "adam_eps": "optimizer.epsilon",
         "adam_epsilon": "optimizer.epsilon",
@@ -131,6 +135,8 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "restore_config": "checkpoint.load_pretrained",
         "resume_if_exists": "run.resume",
         "save_dir": "run.directory",
+        "save_every": "checkpoint.interval",
+        "save_freq": "checkpoint.interval",
         "save_steps": "checkpoint.interval",
         "save_top_k": "checkpoint.keep_last",
         "save_total_limit": "checkpoint.keep_last",
@@ -143,6 +149,8 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "data.paths": "data.train_prefix",
         "dataset_path": "data.corpus",
         "dataset_prepared_path": "data.cache_directory",
+        "data.tokenizer": "tokenizer.path",
+        "tokenizer_name": "tokenizer.path",
         "val_set_size": "data.validation_every",
         # machines and the run
         "devices": "cluster.devices_per_node",

@@ -65,6 +65,11 @@ SPELLINGS = {
     "wandb.project": "logging.tracker_project",
     "zero_stage": "parallel.data_sharding",
     "initialize_from": "checkpoint.load_pretrained",
+    "checkpoint.save_every": "checkpoint.interval",
+    "dtype": "precision.compute_dtype",
+    "precision.dtype": "precision.compute_dtype",
+    "model.attention": "model.attention_backend",
+    "data.tokenizer": "tokenizer.path",
 }
 
 
