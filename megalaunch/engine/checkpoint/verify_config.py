@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
+from megalaunch.engine.checkpoint.import_transformers import import_transformers
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.weight_maps.weight_mapping import stored_name
 from megalaunch.engine.weight_maps.weights import get_family_weights, get_multimodal
@@ -67,8 +67,7 @@ def verify_config(config: Mapping[str, Any]) -> Verification:
     from_hf_config(config, "twin")
     if find_spec("transformers") is None:
         return Verification(None, reason="transformers is not installed")
-    transformers: Any = import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
+    transformers = import_transformers()
     reader = f"transformers {transformers.__version__}"
     small = shrink_config(config)
     model = from_hf_config(small, "twin")

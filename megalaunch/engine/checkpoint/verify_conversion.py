@@ -7,7 +7,6 @@ forward pass with the full weights of both sides on the same tokens.
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.import_transformers import import_transformers
 from megalaunch.engine.checkpoint.load_tensors import Read
 from megalaunch.engine.checkpoint.streaming_forward import streamed_logits
 from megalaunch.engine.checkpoint.verify_config import Verification, require_agreement, verify_config
@@ -89,8 +89,7 @@ def _reference_logits(model: ModelSpec, folder: Path | None, read: Read, probe: 
     """Return the foreign side's logits and the name of the software that computed them."""
     if folder is None or _bytes(model) > _TRANSFORMERS_BYTES:
         return streamed_logits(model, read, probe), "megalaunch"
-    transformers: Any = import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
+    transformers = import_transformers()
     transformers.utils.logging.disable_progress_bar()
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
