@@ -58,7 +58,7 @@ def test_jsonl_by_the_usual_command(tmp_path, tokenizer):
     assert all(read.tokens(number)[-1] == 0 for number in range(30))
     first, second = done.stdout.splitlines()
     assert first.startswith(f"30 documents, {read.num_tokens:,} tokens, ")
-    assert second == f"{tmp_path}/out_text_document.bin, .idx; report: out_text_document.json"
+    assert second == f"{tmp_path}/out_text_document.bin, .idx; report: {tmp_path}/out_text_document.json"
     assert done.stderr == ""
     assert json.loads((tmp_path / "out_text_document.json").read_text())["settings"]["workers"] == 2
 

@@ -57,7 +57,7 @@ def test_all_shards_here_say_what_they_did(tmp_path, options):
         assert re.match(rf"shard {number} of 3: \d+ documents, \d+ tokens, ", lines[number])
     assert lines[3] == "3 shards verified and merged"
     assert lines[4].startswith("90 documents, ")
-    assert lines[5] == f"{tmp_path}/out_text_document.bin, .idx; report: out_text_document.json"
+    assert lines[5] == f"{tmp_path}/out_text_document.bin, .idx; report: {tmp_path}/out_text_document.json"
     assert files(tmp_path / "out") == files(tmp_path / "alone")
     assert not list(tmp_path.glob(".out*"))
 

@@ -90,5 +90,5 @@ def summary(result: Result) -> str:
     if result.quarantine is not None:
         lines.append(f"they are in {result.quarantine}")
     lines += [f"{prefix}.bin, .idx" for prefix in result.prefixes]
-    lines[-1] += f"; report: {result.report.name}"
+    lines[-1] += f"; report: {result.report}"
     return "\n".join(lines)
