@@ -273,7 +273,7 @@ def _use_existing_tokens(data: DataSpec, tokenizer: TokenizerSpec, report: Calla
     if data.train_prefix is not None and data.validation_prefix == data.train_prefix:
         name, split = Path(data.train_prefix).name, data.split or DEFAULT_SPLIT
         why = " as Megatron does" if data.split is None else ""
-        report(f"note: no validation files, so {name} is shared out {split}{why}")
+        report(f"note: no validation files, so {name} is split {split}{why}")
     training = train_slices(data)
     train_tokens = sum(num_tokens(part) for part in training)
     validating = validation_parts(data)

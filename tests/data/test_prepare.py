@@ -425,7 +425,7 @@ def test_given_token_files(tmp_path):
     assert lines == []
 
 
-def test_one_given_file_is_shared_out_as_megatron_does(tmp_path):
+def test_one_given_file_is_split_as_megatron_does(tmp_path):
     tokenizer = TokenizerSpec(path=str(small_tokenizer(tmp_path / "tokenizer.json")))
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3]] * 1000)
     data = DataSpec(train_prefix=str(prefix))
@@ -433,7 +433,7 @@ def test_one_given_file_is_shared_out_as_megatron_does(tmp_path):
     assert prepared.validation_prefix == prefix
     assert (prepared.documents, prepared.train_tokens) == (969, 2907)
     assert (prepared.validation_documents, prepared.validation_tokens) == (30, 90)
-    assert lines == ["note: no validation files, so a is shared out 969, 30, 1 as Megatron does"]
+    assert lines == ["note: no validation files, so a is split 969, 30, 1 as Megatron does"]
     # What was found once holds when the frozen spec is prepared again.
     assert run(dataclasses.replace(data, validation_prefix=str(prefix)), tokenizer)[0] == prepared
 

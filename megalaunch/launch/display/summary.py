@@ -22,7 +22,7 @@ def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> lis
     """Return the lines for a run that ended on purpose; figures are read from the run directory."""
     done = outcome.exit_code == ExitCode.DONE
     lines = [f"{spec.run.name}: {outcome.reason}" if done else f"{spec.run.name}: stopped at step {outcome.step}"]
-    lines += _metrics_lines(directory)
+    lines += _metrics_lines(directory, expects_validation=done and spec.train.validation_interval > 0)
     plots = (("plot", directory.plots / "loss.png"), ("experts", directory.plots / "experts.png"))
     for name, path in (("checkpoint", directory.checkpoint(newest_step(directory.checkpoints))), *plots):
         if path.exists():
@@ -30,7 +30,8 @@ def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> lis
     return lines + _sample_lines(directory)
 
 
-def _metrics_lines(directory: RunDirectory) -> list[str]:
+def _metrics_lines(directory: RunDirectory, expects_validation: bool) -> list[str]:
+    """Return the lines of losses, scores and tokens; `expects_validation`: say why there is no validation loss."""
     records = list(read_lines(directory.metrics))
     steps = [record for record in records if "loss" in record]
     validations = [record for record in records if is_validation(record)]
@@ -46,6 +47,8 @@ def _metrics_lines(directory: RunDirectory) -> list[str]:
         for name, loss in validation_losses(validations[-1]).items():
             of = f", {name}" if name else ""
             lines.append(_line("validation loss", f"{format_loss(loss)} (step {at}{of})"))
+    elif expects_validation:  # the last step is always validated, where there is something to validate on
+        lines.append(_line("validation loss", "none: the run has no validation data"))
     if evaluations:
         at = evaluations[-1]["step"]
         lines += [_line(name, f"{value:.4f} (step {at})") for name, value in task_scores(evaluations[-1]).items()]

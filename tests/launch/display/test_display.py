@@ -23,6 +23,7 @@ from megalaunch.rundir.jsonl import append_line, keep_lines
 from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.tail import JsonlTail
+from megalaunch.schema import with_values
 
 SCALE = ThroughputBasis(step_flops=10**12, devices=2, peak_flops=2.5e12)
 
@@ -360,6 +361,16 @@ def test_the_summary(directory):
         "    | def main():",
         "    |     pass\N{MIDDLE DOT}[2J",
     ]
+
+
+def test_the_summary_says_why_there_is_no_validation_loss(directory):
+    append_line(directory.metrics, step(3))
+    why = "  validation loss  none: the run has no validation data"
+    assert spec().train.validation_interval > 0
+    assert why in run_summary(spec(), directory, Outcome(0, "finished all 3 steps", 3))
+    assert why not in run_summary(spec(), directory, Outcome(130, "interrupted", 3)), "the next one may be due later"
+    without = with_values(spec(), {"train.validation_interval": 0})
+    assert why not in run_summary(without, directory, Outcome(0, "finished all 3 steps", 3))
 
 
 def test_the_plot(directory):
