@@ -114,6 +114,18 @@ def test_a_recipe_is_valid_where_it_may_run(name, machine):
     assert Topology.from_spec(spec_on(machine, *overrides)[0]).microbatches >= 1
 
 
+@pytest.mark.parametrize("name", slow_but(RECIPES, "gpt_oss_120b", *TABLE))
+def test_a_summary_names_the_devices_that_the_recipe_assumes(name):
+    """ "on N or more H100, published on M", or "published on K nodes" if these are what the recipe assumes."""
+    summary = read_summary(PACKAGED / f"{name}.yaml")
+    cluster = spec_on(LAPTOP, f"recipe={name}")[0].cluster
+    devices = cluster.nodes * cluster.devices_per_node
+    if fewest := re.search(r"on (\d+) or more H100, published on (\d+)\.", summary):
+        assert devices == int(fewest[1]) < int(fewest[2])
+    elif nodes := re.search(r"published on (\d+) nodes", summary):
+        assert devices == 8 * int(nodes[1])
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_a_recipe_warns_of_nothing(name):
     spec, composition = spec_on(LAPTOP, f"recipe={name}")
