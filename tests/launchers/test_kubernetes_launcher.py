@@ -244,6 +244,7 @@ def test_what_the_cluster_refuses_is_explained(cluster, tmp_path, verb, message,
     assert told in done.stderr
     assert "Warning" not in done.stderr
     assert not RunDirectory(tmp_path / "run").job.exists()
+    assert "(Forbidden): " not in done.stderr, "the cause without kubectl's own prefix"
     deleted = [words for words in cluster.calls if "delete" in words]
     assert bool(deleted) == (verb == "create")  # nothing of a half-created manifest is left
 

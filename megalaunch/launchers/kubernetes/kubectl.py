@@ -25,6 +25,7 @@ _FIXES = (
     ("Forbidden", "ask for the right to create it, or name another launcher.kubernetes.namespace"),
     ("AlreadyExists", "`kubectl delete` it, or name another run.name"),
 )
+_PREFIX = re.compile(r"^(error: |Error from server(: | \(\w+\): ))+")  # (Forbidden), (NotFound), ...
 
 
 class NotFoundError(LauncherError):
@@ -57,11 +58,11 @@ def kubectl(options: Sequence[str], *words: str) -> str:
 
 def _failure(text: str) -> LauncherError:
     told = [line for line in text.splitlines() if not line.startswith("Warning: ")]  # such as of old kinds
-    lines = [re.sub(r"^(error: |Error from server )+", "", line).strip() for line in told]
+    lines = [_PREFIX.sub("", line).strip() for line in told]
     message = "; ".join(line for line in lines if line) or "failed without a message"
-    if "(NotFound)" in message and 'namespaces "' not in message:
+    if "(NotFound)" in text and 'namespaces "' not in message:
         return NotFoundError(f"kubectl: {message}")
-    fix = next((fix for words, fix in _FIXES if words in message), "")
+    fix = next((fix for words, fix in _FIXES if words in text), "")
     return LauncherError(f"kubectl: {message}", fix)
 
 
