@@ -126,11 +126,11 @@ def _sum_over_ranks(distributed: _DistributedModel, batch_size: int, rows: Finit
 
     heartbeat = partial(distributed.record.heartbeat, "answering", 0)
 
-    def may_go_on(problem: RankError | None) -> bool:
+    def may_continue(problem: RankError | None) -> bool:
         sync_stop_signal(None, problem, 0, distributed.mesh.device)
         return True
 
-    sums = evaluate_loss_sum(forward_backward, rows, batch_size, distributed.mesh, may_go_on, heartbeat)
+    sums = evaluate_loss_sum(forward_backward, rows, batch_size, distributed.mesh, may_continue, heartbeat)
     assert sums is not None, "nothing cuts it short"
     return float(sums[0]), int(sums[1])
 

@@ -33,7 +33,7 @@ from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.row_scorer import RowScorer
 from megalaunch.engine.train.trainer import TrainState
-from megalaunch.engine.train.validator import MayGoOn
+from megalaunch.engine.train.validator import MayContinue
 from megalaunch.rundir.metrics import task_key
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
@@ -61,9 +61,9 @@ class TrainingModelTasks:
         first = run_on_rank0(self._load_problem)  # the first rank downloads, the others find the data in the cache
         raise_on_all_ranks(first or self._load_problem(), step=0)
 
-    def __call__(self, may_go_on: MayGoOn) -> Mapping[str, float] | None:
+    def __call__(self, may_continue: MayContinue) -> Mapping[str, float] | None:
         """Return the scores by key of metrics.jsonl; None if a stop signal interrupted the tasks."""
-        self._model.may_go_on = may_go_on
+        self._model.may_continue = may_continue
         settings = self._state.spec.train.eval_tasks
         with _random_states_restored(self._state.mesh.device):
             try:
@@ -117,14 +117,14 @@ class _TrainingModel(LMEvalModel):
     """lm-eval's interface over the training model."""
 
     def __init__(self, state: TrainState, source: ModelSource, batch_size: int) -> None:
-        self.may_go_on: MayGoOn = lambda problem: True
+        self.may_continue: MayContinue = lambda problem: True
         forward_only = make_pipeline_forward(state.spec, state.mesh, state.model)
         generator = _InterruptibleGenerator(DistributedGenerator(state.model, state.mesh, forward_only), self._check)
         super().__init__(source, batch_size, computing=generator)
         self._scorer = RowScorer(state.model, state.mesh, forward_only, state.forward_backward.release)
 
     def _check(self) -> None:
-        if not self.may_go_on(None):
+        if not self.may_continue(None):
             raise _Interrupted
 
     def score_pairs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[int, tuple[float, bool]]]:

@@ -90,7 +90,7 @@ def test_a_port_in_use_is_one_warning_that_names_the_fix_and_is_tried_again(tmp_
         feed.send_new()
     (note,) = events_of(directory, "note")
     assert note["message"] == (
-        "warning: tracker prometheus_endpoint failed and is tried again while training goes on: port "
+        "warning: tracker prometheus_endpoint failed and is tried again while training continues: port "
         f"{port} of 127.0.0.1 cannot be listened on (Address already in use): end the program that uses it, "
         "or set another logging.prometheus_port"
     )

@@ -15,7 +15,7 @@ from megalaunch.rundir.jsonl import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry (the extra `trackers`) is missing")
-_REFUSED = "warning: tracker opentelemetry failed and is tried again while training goes on: see "
+_REFUSED = "warning: tracker opentelemetry failed and is tried again while training continues: see "
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def test_a_failure_is_one_warning_and_nothing_is_lost_or_sent_twice(tmp_path, fa
     monkeypatch.setattr(feed, "_retry_at", 0.0)
     feed.send_new()
     (note,) = [line["message"] for line in read_lines(directory.events) if line["event"] == "note"]
-    assert note.startswith("warning: tracker wandb failed and is tried again while training goes on: see ")
+    assert note.startswith("warning: tracker wandb failed and is tried again while training continues: see ")
     assert CANARY not in note
     add_steps(directory, 3)
     record_event(directory, "restart", attempt=1)

@@ -32,11 +32,11 @@ def validation_loss(
     dataset: FiniteDataset,
     batch_size: int,
     mesh: Mesh,
-    may_go_on: Callable[[RankError | None], bool],
+    may_continue: Callable[[RankError | None], bool],
     heartbeat: Callable[[], None] = lambda: None,
 ) -> float | None:
     """Return the mean loss in nats per token; None if interrupted. Collective; arguments of `evaluate_loss_sum`."""
-    sums = evaluate_loss_sum(forward_backward, dataset, batch_size, mesh, may_go_on, heartbeat)
+    sums = evaluate_loss_sum(forward_backward, dataset, batch_size, mesh, may_continue, heartbeat)
     return None if sums is None else float(sums[0] / sums[1])
 
 
@@ -46,7 +46,7 @@ def evaluate_loss_sum(
     dataset: FiniteDataset,
     batch_size: int,
     mesh: Mesh,
-    may_go_on: Callable[[RankError | None], bool],
+    may_continue: Callable[[RankError | None], bool],
     heartbeat: Callable[[], None] = lambda: None,
 ) -> Tensor | None:
     """Return the sum of all token losses in nats and the number of tokens, fp64 [2]; one all-reduce over the world.
@@ -59,7 +59,7 @@ def evaluate_loss_sum(
         dataset: Validation samples.
         batch_size: Rows of a batch on one data-parallel rank.
         mesh: The device mesh.
-        may_go_on: Called every `check_interval` batches with this rank's error in reading the rows of the next ones,
+        may_continue: Called every `check_interval` batches with this rank's error in reading the rows of the next ones,
             if any. Must return the same value on all ranks, or raise on all; False interrupts the evaluation.
         heartbeat: Called after each batch that is read or launched; the host waits for those before a check.
 
@@ -69,7 +69,7 @@ def evaluate_loss_sum(
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, number of labels with a loss
     with closing(_read_ahead(dataset, batch_size, mesh, heartbeat)) as groups:
         for batches, problem in groups:
-            if not may_go_on(problem) or problem is not None:
+            if not may_continue(problem) or problem is not None:
                 forward_backward.release()
                 return None
             for on_host in batches:

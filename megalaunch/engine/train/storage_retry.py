@@ -48,7 +48,7 @@ def retry_while_storage_fails(
         except StorageError as error:
             begins = not wait.has_begun
             wait.fail()
-            _go_on_together(record, wait, error, group)
+            _continue_together(record, wait, error, group)
             if begins:
                 record.storage_fails(Path(error.path), error.reason, error.fix, wait.seconds_left)
             last = error
@@ -59,7 +59,9 @@ def retry_while_storage_fails(
         return result
 
 
-def _go_on_together(record: RunLogger, wait: StorageWait, error: StorageError, group: dist.ProcessGroup | None) -> None:
+def _continue_together(
+    record: RunLogger, wait: StorageWait, error: StorageError, group: dist.ProcessGroup | None
+) -> None:
     """Raise the same CheckpointError on every rank if the wait is over on any."""
     mine = None
     if wait.is_over or record.problem is not None:

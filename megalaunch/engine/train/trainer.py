@@ -355,19 +355,19 @@ class Trainer:
         if self._stop_signal is not None:
             return
 
-        def may_go_on(problem: RankError | None) -> bool:
+        def may_continue(problem: RankError | None) -> bool:
             self._record.heartbeat("validating", self.step)
             self._sync_stop_signal(problem)
             return self._stop_signal is None
 
         last = self.step == self._spec.train.steps
-        losses = self._validator.validate_if_due(self.step, last, may_go_on)
+        losses = self._validator.validate_if_due(self.step, last, may_continue)
         if losses is not None:
             self._validation = losses.get(VALIDATION_LOSS)
             self._count_validation(losses)
         if self._stop_signal is None:
             last = last or self._stopped_early
-            self._validator.evaluate_tasks_if_due(self.step, last, may_go_on)
+            self._validator.evaluate_tasks_if_due(self.step, last, may_continue)
 
     def _count_validation(self, losses: Mapping[str, float]) -> None:
         """Update the state of early stopping; log an event when it ends the run."""

@@ -16,10 +16,10 @@ from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.rundir.metrics import is_task_evaluation, is_validation
 from megalaunch.schema import RunSpec
 
-MayGoOn = Callable[[RankError | None], bool]
+MayContinue = Callable[[RankError | None], bool]
 """Called between batches with this rank's error, if any; the same answer on all ranks. False ends the evaluation."""
 
-TaskEvaluator = Callable[[MayGoOn], Mapping[str, float] | None]
+TaskEvaluator = Callable[[MayContinue], Mapping[str, float] | None]
 """Evaluates tasks and returns their scores by key of metrics.jsonl, the same on all ranks; None if interrupted."""
 
 
@@ -52,13 +52,13 @@ class Validator:
         self._validated_step = run_on_rank0(lambda: self.record.last_step_of(is_validation))
         self._tasks_step = run_on_rank0(lambda: self.record.last_step_of(is_task_evaluation))
 
-    def validate_if_due(self, step: int, last: bool, may_go_on: MayGoOn) -> Mapping[str, float] | None:
+    def validate_if_due(self, step: int, last: bool, may_continue: MayContinue) -> Mapping[str, float] | None:
         """Return the losses after a step by key; None if none are due, or the validation was interrupted.
 
         Args:
             step: The last finished step.
             last: It is the last step of the run.
-            may_go_on: See `MayGoOn`.
+            may_continue: See `MayContinue`.
         """
         due = _is_due(step, last, self.spec.train.validation_interval)
         if not due or not self.datasets or step == self._validated_step:
@@ -67,7 +67,7 @@ class Validator:
         losses: dict[str, float] = {}
         for key, dataset in self.datasets.items():
             heartbeat = partial(self.record.heartbeat, "validating", step)
-            loss = validation_loss(self.forward_backward, dataset, self.batch_size, self.mesh, may_go_on, heartbeat)
+            loss = validation_loss(self.forward_backward, dataset, self.batch_size, self.mesh, may_continue, heartbeat)
             if loss is None:
                 break
             losses[key] = loss
@@ -79,13 +79,13 @@ class Validator:
         self.record.phase("training", step)
         return losses if is_complete else None
 
-    def evaluate_tasks_if_due(self, step: int, last: bool, may_go_on: MayGoOn) -> None:
+    def evaluate_tasks_if_due(self, step: int, last: bool, may_continue: MayContinue) -> None:
         """Evaluate the tasks after a step if they are due, and log their scores."""
         due = _is_due(step, last, self.spec.train.eval_tasks.interval)
         if not due or self.tasks is None or step == self._tasks_step:
             return
         self.record.phase("evaluating tasks", step)
-        scores = self.tasks(may_go_on)
+        scores = self.tasks(may_continue)
         if scores is not None:
             self._tasks_step = step
             self.record.evaluation(step, scores)

@@ -72,7 +72,7 @@ class Feed:
             self._holds = False
             self._write_state()
             self._pause = FIRST_PAUSE
-        except Exception as error:  # of any package, of a network, of a disk: training goes on without it
+        except Exception as error:  # of any package, of a network, of a disk: training continues without it
             self._tell(error)
             self._retry_at = time.monotonic() + self._pause
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
@@ -126,7 +126,7 @@ class Feed:
         self._told = True
         cause = f"{type(error).__name__}: {_ACCESS.sub('//', str(error))[:500]}"
         why = str(error) if isinstance(error, TrackerError) else f"see {self._directory.tracker_log(self._name)}"
-        message = f"warning: tracker {self._name} failed and is tried again while training goes on: {why}"
+        message = f"warning: tracker {self._name} failed and is tried again while training continues: {why}"
         print(cause, file=sys.stderr, flush=True)
         try:
             record_event(self._directory, "note", message=message)

@@ -64,10 +64,10 @@ def _validate_and_wait(spec: RunSpec, started: Synchronized) -> list[bool]:
 
     model.parts[0].register_forward_pre_hook(note_start if mesh.pp.rank == 0 else hold_up)
 
-    def may_go_on(problem: RankError | None) -> bool:
+    def may_continue(problem: RankError | None) -> bool:
         return sync_stop_signal(None, problem, 0, mesh.device) is None
 
-    evaluate_loss_sum(make_forward_backward(spec, mesh, model), Rows(), 1, mesh, may_go_on)
+    evaluate_loss_sum(make_forward_backward(spec, mesh, model), Rows(), 1, mesh, may_continue)
     return overlapped
 
 
@@ -83,11 +83,11 @@ def _stop_at_the_second_check(spec: RunSpec) -> tuple[int, int, bool]:
     computed, checks = [], []
     model.parts[0].register_forward_pre_hook(lambda *_: computed.append(1))
 
-    def may_go_on(problem: object) -> bool:
+    def may_continue(problem: object) -> bool:
         checks.append(problem)
         return len(checks) < 2
 
-    sums = evaluate_loss_sum(make_forward_backward(spec, mesh, model), Rows(), 1, mesh, may_go_on)
+    sums = evaluate_loss_sum(make_forward_backward(spec, mesh, model), Rows(), 1, mesh, may_continue)
     return len(computed), len(checks), sums is None
 
 
