@@ -29,6 +29,7 @@ from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.run_end import RankError
+from megalaunch.engine.scored_pairs import PairError
 from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.row_scorer import RowScorer
@@ -128,8 +129,16 @@ class _TrainingModel(LMEvalModel):
             raise _Interrupted
 
     def score_pairs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yield the log-likelihood of each pair by its number, computed by all ranks together."""
-        yield from enumerate(self._scorer.score(pairs, self.batch_size, self.max_length, self._check))
+        """Yield the log-likelihood of each pair by its number, computed by all ranks together.
+
+        A pair that cannot be scored ends the run on all ranks.
+        """
+        try:
+            scores = self._scorer.score(pairs, self.batch_size, self.max_length, self._check)
+        except PairError as error:
+            self.may_continue(RankError(ExitCode.DATA, f"train.eval_tasks: {error}"))
+            raise
+        yield from enumerate(scores)
 
 
 class _InterruptibleGenerator:

@@ -110,7 +110,7 @@ TORCH_PRIVATE = (
 ENGINE_FLOORS = (
     ("torch_private",),
     ("platform",),
-    ("worker_setup", "run_end", "hang_diagnostics", "rank_monitor", "restricted_objects"),
+    ("worker_setup", "run_end", "hang_diagnostics", "rank_monitor", "restricted_objects", "scored_pairs"),
     ("agent", "process_group", "measure", "precision", "mesh"),
     ("param_layout", "autograd"),
     ("collectives", "dtensor"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.scored_pairs import Pair, check_pairs
 
 _FILLER = 0  # right padding; with causal attention no real token attends to it
 
@@ -25,7 +26,7 @@ class LogLikelihood(NamedTuple):
 
 
 def loglikelihoods(
-    model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int, longest: int
+    model: Decoder, pairs: Sequence[Pair], batch_size: int, longest: int
 ) -> Iterator[tuple[int, LogLikelihood]]:
     """Yield the index and the log-likelihood of each pair (context, continuation).
 
@@ -39,14 +40,11 @@ def loglikelihoods(
         longest: Maximum tokens of a row; longer contexts are truncated from the left.
 
     Raises:
-        ValueError: A context or continuation is empty, or a continuation is longer than `longest`.
+        PairError: As `check_pairs`.
     """
+    check_pairs(pairs, longest)
     rows: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (before, after) in enumerate(pairs):
-        if not before or not after:
-            raise ValueError(f"pair {number} of texts has no token {'after' if before else 'before'} the border")
-        if len(after) > longest:
-            raise ValueError(f"a text of {len(after)} tokens is longer than the {longest} that are read at once")
         rows[(*before, *after)[-longest - 1 : -1]].append(number)
     ordered = sorted(rows, key=len, reverse=True)
     for start in range(0, len(ordered), batch_size):

@@ -18,10 +18,10 @@ from megalaunch.engine.collectives import all_gather_async
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
+from megalaunch.engine.scored_pairs import Pair, check_pairs
 from megalaunch.engine.train.dataloader import MicroBatch, collate, shard_for_context_parallel
 from megalaunch.engine.train.loss import IGNORE_INDEX
 
-Pair = tuple[Sequence[int], Sequence[int]]
 _FILLER = 0  # right padding; with causal attention no real token attends to it
 
 
@@ -54,7 +54,11 @@ class RowScorer:
             batch_size: Rows of a batch on one data-parallel rank.
             longest: Maximum tokens of a row; longer contexts are truncated from the left.
             before_batch: Called before each batch; what it raises has to be raised on all ranks.
+
+        Raises:
+            PairError: As `check_pairs`; on all ranks, since they have the same pairs.
         """
+        check_pairs(pairs, longest)
         rows = [[*before, *after][-longest - 1 :] for before, after in pairs]
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
         sums = torch.zeros(2, len(rows), dtype=torch.float64, device=self._mesh.device)

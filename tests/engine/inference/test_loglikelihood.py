@@ -72,7 +72,7 @@ def test_pairs_that_cannot_be():
     for before, after, longest, reason in [
         ([], [1], 4, "no token before"),
         ([1], [], 4, "no token after"),
-        ([1], [1] * 5, 4, "a text of 5 tokens is longer than the 4"),
+        ([1], [1] * 5, 4, "the continuation of pair 0 has 5 tokens, more than the 4"),
     ]:
         with pytest.raises(ValueError, match=reason):
             list(loglikelihoods(tiny_decoder(), [(before, after)], 1, longest))

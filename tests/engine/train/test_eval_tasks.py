@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_of_tasks_in_a_folder_only_the_folder_is_read(spec):
     from megalaunch.engine.lm_eval_adapter import index_tasks
 
     assert index_tasks(TASKS, Path(spec.train.eval_tasks.include_path)).all_tasks == sorted(TASKS)
+
+
+def test_a_continuation_that_is_longer_than_a_row_ends_the_run(spec, tmp_path):
+    """lm-eval's `hf` truncates contexts only, and refuses such a continuation; evaluate refuses it alike."""
+    values = {"train.eval_tasks.names": ("local_choice",), "model.max_position_embeddings": 4}
+    end = run_loop(with_values(spec, {**values, "batch.sequence_length": 4}), tmp_path)
+    assert (end.exit_code, end.step) == (ExitCode.DATA, 2)
+    reason = r"train\.eval_tasks: the continuation of pair \d+ has \d+ tokens, more than the 4 that fit a row; only .*"
+    assert re.fullmatch(reason, end.reason)
 
 
 @pytest.mark.slow
