@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
+import sys
 
 import pytest
 
@@ -28,3 +30,11 @@ def pytest_collection_finish() -> None:
     """Leave thousands of tests and what they import out of every garbage collection from here on."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test
+def pytest_runtest_setup() -> None:
+    """Seed each test alike: what it draws does not depend on the tests before it in its worker."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
