@@ -279,7 +279,8 @@ def _use_existing_tokens(data: DataSpec, tokenizer: TokenizerSpec, report: Calla
     validating = validation_parts(data)
     validation_tokens = sum(num_tokens(part) for part in validating)
     if validation_tokens == 0:
-        report("note: there are no validation tokens, the run goes without")
+        why = "there are no tokens" if data.split is None else f"data.split={data.split} leaves no document"
+        report(f"note: {why} for validation, the run has none")
     for made in dict.fromkeys(part.prefix for part in (*training, *validating)):
         if (how := check_report(made, loaded)) is not None:
             report(how)

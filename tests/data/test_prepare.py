@@ -444,7 +444,9 @@ def test_a_given_file_too_short_to_share(tmp_path):
     prepared, lines = run(DataSpec(train_prefix=str(prefix)), tokenizer)
     assert prepared.validation_prefix is None
     assert prepared.documents == 5
-    assert "the run goes without" in lines[-1]
+    assert lines[-1] == "note: there are no tokens for validation, the run has none"
+    _, lines = run(DataSpec(train_prefix=str(prefix), split="969,30,1"), tokenizer)
+    assert lines[-1] == "note: data.split=969,30,1 leaves no document for validation, the run has none"
 
 
 def test_given_token_files_need_their_tokenizer(tmp_path):

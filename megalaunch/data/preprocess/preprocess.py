@@ -92,6 +92,11 @@ def quarantine_path(output_prefix: Path, finals: Sequence[Path]) -> Path:
     return finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl")
 
 
+def remove_quarantine(output_prefix: Path, finals: Sequence[Path]) -> None:
+    """Remove the quarantined records of an earlier run, whose token files were replaced by ones that have none."""
+    quarantine_path(output_prefix, finals).unlink(missing_ok=True)
+
+
 def write_token_files(
     job: Job,
     settings: Settings,
@@ -125,6 +130,8 @@ def write_token_files(
         outputs = run.output.build_indexes()
         report, *_ = _write_reports(job.finals, job.hashed, hashes, settings, run, loading.vocabulary_hash(), outputs)
         run.publish(quarantine)
+        if quarantine is None:
+            remove_quarantine(job.output_prefix, job.finals)
         return Result(tuple(job.finals), report, quarantine, state.counts, state.bad, run.backend)
 
 

@@ -31,22 +31,19 @@ class RopeCache(NamedTuple):
     matrix: Tensor | None = None
 
 
-def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: Tensor | None = None) -> RopeCache:
+def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype) -> RopeCache:
     """Compute cosines and sines for integer position ids. Angles are always computed in fp32.
 
     They are computed in each forward pass and are no buffer: a buffer would be lost when a model that was built on the
     meta device is materialised by `to_empty`.
 
     Args:
-        positions: Position ids, [S] for all samples or [B, S] for each.
+        positions: Position ids, [S] for all samples or [B, S] for each. LongRoPE depends on the last of a sample.
         rope: The rotation's frequencies and scaling.
         dtype: The dtype of the result.
-        last: The last position of the full sequence, [] or [B], where `positions` are only a part of it; None: their
-            maximum. LongRoPE depends on it.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, device=positions.device, dtype=torch.float32) / rope.rotary_dim
-    last = positions.amax(dim=-1) if last is None else last
-    frequencies = scaled_inv_freq(1.0 / rope.theta**exponents, rope, last)
+    frequencies = scaled_inv_freq(1.0 / rope.theta**exponents, rope, positions.amax(dim=-1))
     angles = positions.to(torch.float32)[..., None] * frequencies
     both_halves = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:

@@ -217,6 +217,9 @@ def test_bad_lines(tmp_path, tokenizer, bad, cause, suffix):
     assert skipped.quarantine is None
     kept = json.loads(aside.quarantine.read_text())
     assert (kept["file"], kept["line"]) == (str(path), 201)
+    again = run(path, tmp_path / "aside", replace(settings, on_bad_record=OnBadRecord.SKIP))
+    assert again.quarantine is None
+    assert not aside.quarantine.exists()  # it belonged to the token files that were replaced
     if limit > 4000:
         assert kept["record"].encode()[:5] == bad.decode("utf-8", "backslashreplace").encode()[:5]
 

@@ -94,6 +94,8 @@ def test_bad_records_keep_their_lines_and_their_order(tmp_path, tokenizer_path):
     assert report_of(merged) == report_of(alone)
     assert merged.quarantine.read_bytes() == alone.quarantine.read_bytes()
     assert merged.counts.tokens == alone.counts.tokens
+    in_shards([str(path)], tmp_path / "merged", replace(settings, on_bad_record=OnBadRecord.SKIP), 4)
+    assert not merged.quarantine.exists()
 
 
 def test_a_bad_record_that_stops_a_shard_is_named_by_its_line(tmp_path, settings):

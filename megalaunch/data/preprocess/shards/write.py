@@ -15,7 +15,13 @@ from megalaunch.data.indexed_dataset.report import read_report, report_path, wri
 from megalaunch.data.preprocess.encoder_backend import EncoderBackend
 from megalaunch.data.preprocess.inputs import check_unchanged, find_inputs
 from megalaunch.data.preprocess.pipeline import Job
-from megalaunch.data.preprocess.preprocess import Result, final_prefixes, quarantine_path, write_token_files
+from megalaunch.data.preprocess.preprocess import (
+    Result,
+    final_prefixes,
+    quarantine_path,
+    remove_quarantine,
+    write_token_files,
+)
 from megalaunch.data.preprocess.settings import EngineChoice, Settings
 from megalaunch.data.preprocess.shards.divide import divide
 from megalaunch.data.preprocess.shards.parts import Parts
@@ -98,7 +104,9 @@ def merge_shards(inputs: Sequence[str], output_prefix: Path, settings: Settings,
         counts = asdict(state.counts) | {"tokens": made["counts"]["tokens"]}
         write_report(final, {**content, "bad_records": state.bad, "counts": counts, "outputs": made["outputs"]})
     quarantine = quarantine_path(output_prefix, finals) if state.counts.quarantined else None
-    if quarantine is not None:
+    if quarantine is None:
+        remove_quarantine(output_prefix, finals)
+    else:
         _join_files([quarantine_path(parts.prefix(n), parts.finals(n)) for n in range(count)], quarantine)
     shutil.rmtree(parts.folder, ignore_errors=True)
     engine = EncoderBackend(EngineChoice(reports[0]["engine"]["name"]))
