@@ -42,10 +42,12 @@ def validate_config(
     typed = with_config_dirs(overrides, config_dir)
     if show_composition(typed, cfg, info):
         return
+    later = ""
     try:
         composition = compose(typed)
     except ConfigError as error:
         findings, derived = problems_as_findings(error.problems), {}
+        later = f"; the rules are checked once {'they are' if len(findings) > 1 else 'it is'} corrected"
     else:
         machine = detect_machine()
         resolution = resolve(composition.spec, machine, composition.choices.get("recipe"))
@@ -64,6 +66,6 @@ def validate_config(
         findings = sort_findings([*repeated, *found, *resolution.notes])
         derived = derived_values(resolution.spec)
     valid = not has_errors(findings)
-    typer.echo(findings_json(findings, derived) if as_json else findings_text(findings, derived))
+    typer.echo(findings_json(findings, derived) if as_json else findings_text(findings, derived) + later)
     if not valid:
         raise typer.Exit(int(ExitCode.CONFIGURATION))
