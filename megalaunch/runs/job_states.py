@@ -15,6 +15,7 @@ from megalaunch.launch.process import Process, send_signal
 from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record
 from megalaunch.launchers.select_launcher import select_launcher
+from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 _NOT_RUNS = ("checkpoints", "logs", "plots", "profiles", "origin")
@@ -71,7 +72,9 @@ def stop_job(job: RunJob, at_once: bool) -> str:
         return select_launcher(job.record.launcher).stop(job.record, at_once)
     if job.holder is not None:
         return _stop_process(job.holder, at_once)
-    raise LauncherError(f"{job.directory.root} is not running: {job.status}")
+    outcome = read_outcome(job.directory.outcome) if job.record is None else None
+    how = f": {outcome.reason}" if outcome is not None else f": {job.status}" if job.record is not None else ""
+    raise LauncherError(f"{job.directory.root} is not running{how}")
 
 
 def _stop_process(holder: Holder, at_once: bool) -> str:

@@ -118,7 +118,7 @@ def test_a_comparison_refuses_what_is_no_run(tmp_path: Path):
     )
     nowhere = call("list", tmp_path / "none")
     assert nowhere.exit_code == 2
-    assert "none cannot be read (No such file or directory): name a folder with runs" in nowhere.stderr
+    assert "none cannot be read (No such file or directory): name the folder that holds your runs\n" in nowhere.stderr
 
 
 @pytest.fixture

@@ -234,6 +234,21 @@ def test_what_is_no_run_has_no_job(tmp_path):
     assert call("list", tmp_path / "absent").exit_code == 2
 
 
+def test_logs_of_a_run_without_a_job_say_where_the_output_is(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.spec.touch()
+    assert f"{run.root} has no logs: it has not started here\n" in call("logs", run.root).stderr
+    for path in (run.agent_log, run.rank_log(0), run.rank_log(1)):
+        path.touch()
+    empty, missing = call("logs", run.root), call("logs", run.root, "--rank", 5)
+    assert (empty.exit_code, empty.stdout) == (0, "")
+    assert empty.stderr == f"{run.agent_log} is empty; the log of a rank: megalaunch logs {run.root} --rank N\n"
+    assert missing.exit_code == 2
+    assert missing.stderr == f"error: {run.root} has no log of rank 5; it has those of ranks 0 to 1\n"
+    assert call("logs", run.root, "--rank", 1).stderr == f"{run.rank_log(1)} is empty\n"
+
+
 def test_without_a_start_there_is_nothing_to_detach(tmp_path):
     done = call("train", *tiny_overrides(tmp_path), "--detach", "--prepare-only")
     assert done.exit_code == 2

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from megalaunch.launch.lock import RunLock
-from megalaunch.launchers.launcher import JobStatus
+from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs import job_states
-from megalaunch.runs.job_states import find_job
+from megalaunch.runs.job_states import find_job, stop_job
 
 
 class EndedJob:
@@ -31,3 +34,12 @@ def test_a_run_that_continues_here_after_its_job_is_running(tmp_path, monkeypatc
     assert job.status.phase == "running"
     assert job.holder is not None
     assert job.holder.pid == os.getpid()
+
+
+def test_stop_says_how_a_run_without_a_job_ended(tmp_path):
+    directory = RunDirectory(tmp_path)
+    with pytest.raises(LauncherError, match=f"^{tmp_path} is not running$"):
+        stop_job(find_job(directory), at_once=False)
+    write_outcome(directory.outcome, Outcome(ExitCode.DONE, "finished all 40 steps", 40))
+    with pytest.raises(LauncherError, match=f"^{tmp_path} is not running: finished all 40 steps$"):
+        stop_job(find_job(directory), at_once=False)

@@ -69,7 +69,13 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
 ) -> None:
     """Print the output of a run's job, or the log of one of its ranks."""
-    from megalaunch.cli.jobs.print_logs import follow_logs, log_files, print_last_lines
+    from megalaunch.cli.jobs.print_logs import (
+        empty_logs_text,
+        follow_logs,
+        log_files,
+        missing_log_text,
+        print_last_lines,
+    )
     from megalaunch.runs.errors import fail
     from megalaunch.runs.job_states import find_job
 
@@ -77,8 +83,10 @@ def logs(
     job = find_job(directory)
     paths = log_files(job, rank)
     if not paths and not (follow and rank is None and job.status.phase == "pending"):
-        fail(f"{directory.root} has no such log yet: {job.status}\nfix:  megalaunch status {directory.root}")
+        fail(missing_log_text(job, rank))
     print_last_lines(paths, lines)
+    if not follow and (text := empty_logs_text(job, rank, paths)):
+        typer.echo(text, err=True)
     if follow:
         follow_logs(directory, rank)
 

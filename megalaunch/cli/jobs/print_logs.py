@@ -27,6 +27,25 @@ def log_files(job: RunJob, rank: int | None) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
+def missing_log_text(job: RunJob, rank: int | None) -> str:
+    """Say why a log of a run does not exist, with what to do about it."""
+    root = job.directory.root
+    ranks = [int(path.stem.removeprefix("rank_")) for path in job.directory.logs.glob("rank_*.log")]
+    if rank is not None and ranks:
+        return f"{root} has no log of rank {rank}; it has those of ranks {min(ranks)} to {max(ranks)}"
+    if job.record is None and job.holder is None:
+        return f"{root} has no logs: it has not started here"
+    return f"{root} has no such log yet: {job.status}\nfix:  megalaunch status {root}"
+
+
+def empty_logs_text(job: RunJob, rank: int | None, paths: Sequence[Path]) -> str:
+    """Say that nothing was written to the logs; "" if something was."""
+    if not paths or any(path.stat().st_size for path in paths):
+        return ""
+    named = ", ".join(map(str, paths)) + (" are empty" if len(paths) > 1 else " is empty")
+    return named if rank is not None else f"{named}; the log of a rank: megalaunch logs {job.directory.root} --rank N"
+
+
 def print_last_lines(paths: Sequence[Path], count: int) -> None:
     """Print the last lines of each file, below its name if there are several."""
     for path in paths:

@@ -136,7 +136,7 @@ def _find(folder: Path) -> list[RunDirectory]:
     try:
         return list(find_runs(folder))
     except OSError as error:
-        fail(f"{folder} cannot be read ({error.strerror}): name a folder with runs, such as runs")
+        fail(f"{folder} cannot be read ({error.strerror}): name the folder that holds your runs")
 
 
 def _read_spec(run: RunDirectory) -> RunSpec:
