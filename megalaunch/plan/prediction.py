@@ -25,6 +25,7 @@ from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
 from megalaunch.plan.memory.host_states import host_bytes_per_node
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
 from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_bytes
+from megalaunch.plan.memory.offloaded_activations import offloaded_bytes_per_node
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
 from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
@@ -94,7 +95,7 @@ class Prediction:
 
     `time` is that of this engine; None for a chip without speed figures, and for a run that the engine refuses.
     `why_no_time` is the reason in that case. `host_bytes` are those of optimizer states in the host memory of a node,
-    `checkpoint_host_bytes` those of checkpoints there.
+    `offloaded_bytes` those of activations, `checkpoint_host_bytes` those of checkpoints there.
     """
 
     topology: Topology
@@ -102,6 +103,7 @@ class Prediction:
     by_rank: tuple[Memory, ...]
     device_bytes: int | None
     host_bytes: float
+    offloaded_bytes: float
     checkpoint_host_bytes: int
     flops: int
     full_flops: int
@@ -145,6 +147,7 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
         by_rank=tuple(memory_by_rank(spec)),
         device_bytes=chip.memory_bytes if chip else None,
         host_bytes=host_bytes_per_node(spec),
+        offloaded_bytes=offloaded_bytes_per_node(spec),
         checkpoint_host_bytes=host_checkpoint_bytes(spec),
         flops=step_flops(spec),
         full_flops=step_flops(spec, full_attention=True),
@@ -250,6 +253,7 @@ def _chip_assumptions(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
         ("memory bandwidth, GB/s", chip.memory_bandwidth),
         ("link within a node, one direction, GB/s", chip.link_bandwidth),
         ("network per device, one direction, GB/s", chip.network_bandwidth),
+        ("host memory, one direction, GB/s", chip.host_bandwidth),
     ):
         if value is not None:
             yield Constant(f"{chip.name}: {name}", value / 1e9, source)

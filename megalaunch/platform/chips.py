@@ -33,6 +33,7 @@ class ChipFacts:
         memory_bandwidth: of the device's memory, in bytes/s.
         link_bandwidth: from one device to the others of its node, one way, in bytes/s.
         network_bandwidth: usual bandwidth from one device to other nodes, one way, in bytes/s.
+        host_bandwidth: from one device to host memory, one way, in bytes/s.
         devices_per_node: the usual number.
         link_domain: number of devices that the links connect, if it is more than a node.
     """
@@ -48,6 +49,7 @@ class ChipFacts:
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
+    host_bandwidth: float | None = None
     devices_per_node: int | None = None
     link_domain: int | None = None
 
@@ -80,6 +82,7 @@ class _Moves:
     network: float | None = None
     node: int | None = None
     domain: int | None = None
+    host: float | None = None
 
 
 def _chip(
@@ -104,6 +107,7 @@ def _chip(
         memory_bandwidth=_bytes(moves.memory),
         link_bandwidth=_bytes(moves.link),
         network_bandwidth=_bytes(moves.network),
+        host_bandwidth=_bytes(moves.host),
         devices_per_node=moves.node,
         link_domain=moves.domain,
     )
@@ -122,7 +126,8 @@ UNDETECTED = frozenset({"musa", "txda", "npu"})
 
 # Memory is the amount that the vendor's driver tool reports for one device; without such a report, the data sheet's
 # figure. Peaks are dense: data sheets headline the doubled figure "with sparsity". fp8 is absent where the chip has
-# no fp8 unit. The network is that of the vendor's own system: one adapter a device, 50 GB/s at 400 Gb/s.
+# no fp8 unit. The network is that of the vendor's own system: one adapter a device, 50 GB/s at 400 Gb/s. Host memory is
+# reached over PCIe x16, 16 GB/s a way in version 3, 32 in 4 and 64 in 5; a GB200 has half of a Grace CPU's NVLink-C2C.
 _ROWS = (
     # Detection fills in this CPU's bf16 unit.
     _chip("cpu", "cpu", None, _peaks(), None),
@@ -139,7 +144,7 @@ _ROWS = (
         40960,
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
-        _Moves(1555, 300, 25, 8),
+        _Moves(1555, 300, 25, 8, host=32),
         8.0,
     ),
     _chip(
@@ -148,7 +153,7 @@ _ROWS = (
         81920,
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
-        _Moves(2039, 300, 25, 8),
+        _Moves(2039, 300, 25, 8, host=32),
         8.0,
     ),
     # The PCIe cards: 1,555 and 1,935 GB/s; PCIe 4 x16 at 32 GB/s a way (the bridge joins pairs only). No usual network.
@@ -158,7 +163,7 @@ _ROWS = (
         40960,
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
-        _Moves(1555, 32, None),
+        _Moves(1555, 32, None, host=32),
         8.0,
     ),
     _chip(
@@ -167,7 +172,7 @@ _ROWS = (
         81920,
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
-        _Moves(1935, 32, None),
+        _Moves(1935, 32, None, host=32),
         8.0,
     ),
     # NVIDIA H100 data sheet. SXM5: 3.35 TB/s, NVLink 4, 900 GB/s both ways; DGX H100: 400 Gb/s a GPU.
@@ -177,7 +182,7 @@ _ROWS = (
         81559,
         _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
         _TENSOR_CORES,
-        _Moves(3350, 450, 50, 8),
+        _Moves(3350, 450, 50, 8, host=64),
         9.0,
     ),
     # The PCIe card: 80 GB, 2.0 TB/s, PCIe 5 x16 at 64 GB/s a way (the bridge joins pairs only). No usual network.
@@ -187,7 +192,7 @@ _ROWS = (
         81559,
         _peaks(bf16=756, fp16=756, fp8=1513, tf32=378, fp32=51),
         _TENSOR_CORES,
-        _Moves(2000, 64, None),
+        _Moves(2000, 64, None, host=64),
         9.0,
     ),
     # The NVL card: 94 GB, 3.9 TB/s; NVLink joins two cards, the rest goes over PCIe 5 x16.
@@ -197,7 +202,7 @@ _ROWS = (
         95830,
         _peaks(bf16=835, fp16=835, fp8=1671, tf32=417.5, fp32=60),
         _TENSOR_CORES,
-        _Moves(3900, 64, None),
+        _Moves(3900, 64, None, host=64),
         9.0,
     ),
     # NVIDIA H200 data sheet, SXM: H100's compute, more and faster memory (141 GB, 4.8 TB/s).
@@ -207,7 +212,7 @@ _ROWS = (
         143771,
         _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
         _TENSOR_CORES,
-        _Moves(4800, 450, 50, 8),
+        _Moves(4800, 450, 50, 8, host=64),
         9.0,
     ),
     # NVIDIA HGX B200 data sheet, an eighth of the system: 180 GB (driver: 183,359 MiB), 8 TB/s (HGX: 7.7); NVLink 5,
@@ -218,7 +223,7 @@ _ROWS = (
         183359,
         _peaks(bf16=2250, fp16=2250, fp8=4500, tf32=1125, fp32=75),
         _TENSOR_CORES,
-        _Moves(7700, 900, 50, 8),
+        _Moves(7700, 900, 50, 8, host=64),
         10.0,
     ),
     # NVIDIA GB200 NVL72 data sheet, a seventy-second of the rack: 13.4 TB (186 GB) and 576 TB/s (8 TB/s); one NVLink
@@ -229,7 +234,7 @@ _ROWS = (
         189471,
         _peaks(bf16=2500, fp16=2500, fp8=5000, tf32=1250, fp32=80),
         _TENSOR_CORES,
-        _Moves(8000, 900, 50, 4, domain=72),
+        _Moves(8000, 900, 50, 4, domain=72, host=225),
         10.0,
     ),
     # NVIDIA L40S data sheet: 48 GB, 864 GB/s; PCIe 4 x16 at 32 GB/s a way, as of the cards below.
@@ -239,7 +244,7 @@ _ROWS = (
         46068,
         _peaks(bf16=362.05, fp16=362.05, fp8=733, tf32=183, fp32=91.6),
         _TENSOR_CORES,
-        _Moves(864, 32, None),
+        _Moves(864, 32, None, host=32),
         8.9,
     ),
     # NVIDIA L4 data sheet: 24 GB, 300 GB/s.
@@ -249,7 +254,7 @@ _ROWS = (
         23034,
         _peaks(bf16=121, fp16=121, fp8=242, tf32=60.5, fp32=30.3),
         _TENSOR_CORES,
-        _Moves(300, 32, None),
+        _Moves(300, 32, None, host=32),
         8.9,
     ),
     # NVIDIA A10G data sheet, the A10 of AWS with half the tensor cores' rate: 24 GB, 600 GB/s.
@@ -259,7 +264,7 @@ _ROWS = (
         23028,
         _peaks(bf16=70, fp16=70, tf32=35, fp32=35),
         _TENSOR_CORES,
-        _Moves(600, 32, None),
+        _Moves(600, 32, None, host=32),
         8.6,
     ),
     # NVIDIA A10 data sheet: 24 GB, 600 GB/s.
@@ -269,7 +274,7 @@ _ROWS = (
         23028,
         _peaks(bf16=125, fp16=125, tf32=62.5, fp32=31.2),
         _TENSOR_CORES,
-        _Moves(600, 32, None),
+        _Moves(600, 32, None, host=32),
         8.6,
     ),
     # NVIDIA's whitepapers of GA102 (RTX A6000, RTX 3090) and of Ada (RTX 6000, RTX 4090), whose peaks are those of
@@ -281,7 +286,7 @@ _ROWS = (
         49140,
         _peaks(bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
         _TENSOR_CORES,
-        _Moves(768, 32, None),
+        _Moves(768, 32, None, host=32),
         8.6,
     ),
     _chip(
@@ -290,7 +295,7 @@ _ROWS = (
         49140,
         _peaks(bf16=364.2, fp16=364.2, fp8=728.5, tf32=182.1, fp32=91.1),
         _TENSOR_CORES,
-        _Moves(960, 32, None),
+        _Moves(960, 32, None, host=32),
         8.9,
     ),
     _chip(
@@ -299,7 +304,7 @@ _ROWS = (
         24576,
         _peaks(bf16=71, fp16=71, tf32=35.6, fp32=35.6),
         _TENSOR_CORES,
-        _Moves(936, 32, None),
+        _Moves(936, 32, None, host=32),
         8.6,
     ),
     _chip(
@@ -308,19 +313,19 @@ _ROWS = (
         24564,
         _peaks(bf16=165.2, fp16=165.2, fp8=330.3, tf32=82.6, fp32=82.6),
         _TENSOR_CORES,
-        _Moves(1008, 32, None),
+        _Moves(1008, 32, None, host=32),
         8.9,
     ),
     # NVIDIA T4 product brief: 16 GB, 320 GB/s; PCIe 3 x16 at 16 GB/s a way. Tensor cores of Turing and Volta take fp16
     # only.
-    _chip("t4", "cuda", 15360, _peaks(fp16=65, fp32=8.1), None, _Moves(320, 16, None), 7.5),
+    _chip("t4", "cuda", 15360, _peaks(fp16=65, fp32=8.1), None, _Moves(320, 16, None, host=16), 7.5),
     # NVIDIA V100 data sheet (SXM2), of 16 and of 32 GB: 900 GB/s; NVLink 2, 300 GB/s both ways; DGX-1: four adapters of
     # 100 Gb/s for eight GPUs.
-    _chip("v100", "cuda", 16160, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8), 7.0),
-    _chip("v100_32gb", "cuda", 32510, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8), 7.0),
+    _chip("v100", "cuda", 16160, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8, host=16), 7.0),
+    _chip("v100_32gb", "cuda", 32510, _peaks(fp16=125, fp32=15.7), None, _Moves(900, 150, 6.25, 8, host=16), 7.0),
     # The PCIe card of V100: PCIe 3 x16 at 16 GB/s a way.
-    _chip("v100_pcie", "cuda", 16160, _peaks(fp16=112, fp32=14), None, _Moves(900, 16, None), 7.0),
-    _chip("v100_pcie_32gb", "cuda", 32510, _peaks(fp16=112, fp32=14), None, _Moves(900, 16, None), 7.0),
+    _chip("v100_pcie", "cuda", 16160, _peaks(fp16=112, fp32=14), None, _Moves(900, 16, None, host=16), 7.0),
+    _chip("v100_pcie_32gb", "cuda", 32510, _peaks(fp16=112, fp32=14), None, _Moves(900, 16, None, host=16), 7.0),
     # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s; Infinity Fabric, 7 links of 64 GB/s a way; 400 Gb/s a GPU.
     _chip(
         "mi300x",
@@ -328,7 +333,7 @@ _ROWS = (
         196592,
         _peaks(bf16=1307.4, fp16=1307.4, fp8=2614.9, tf32=653.7, fp32=163.4),
         "matrix cores",
-        _Moves(5300, 448, 50, 8),
+        _Moves(5300, 448, 50, 8, host=64),
     ),
     # Moore Threads MTT S4000, as announced in December 2023: 48 GB, 768 GB/s, MTLink 1.0 with 240 GB/s both ways,
     # eight in an MCCX D800 server. Its network was not announced.

@@ -13,9 +13,12 @@ from published_runs import DGXC
 
 from megalaunch.plan.cost import MEGATRON, UnknownChipSpeed, step_time
 from megalaunch.plan.cost.communication import CommTime, Interconnect, context_parallel
-from megalaunch.plan.cost.constants import HOST_LAUNCH
+from megalaunch.plan.cost.constants import HOST_LAUNCH, HOST_LINK
 from megalaunch.plan.cost.stacks import ENGINE_EAGER, ENGINE_WITHOUT_TRITON, Stack, describe_kernels, engine_stack
 from megalaunch.plan.flops import step_flops
+from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.profiles import profile_for
+from megalaunch.plan.memory.saved_activations import saved_bytes
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.stage_params import chunks_by_rank
@@ -46,6 +49,45 @@ def test_states_in_host_memory_are_planned(seventy):
     assert none.time is not None
     assert half.time is not None
     assert half.time.optimizer > none.time.optimizer
+
+
+def test_only_the_layers_that_are_recomputed_are_computed_again(seventy):
+    """Of recompute.method=block the first `num_layers` of a stage; selective recomputation only where none offload."""
+    full, block = (
+        step_time(_with(seventy, recompute__granularity="full", recompute__method=method, recompute__num_layers=1))
+        for method in ("uniform", "block")
+    )
+    layers = max(sum(count for _, count in chunk.kinds) for chunks in chunks_by_rank(seventy) for chunk in chunks)
+    assert layers > 1
+    assert block.recompute == pytest.approx(full.recompute / layers)
+    plain = _with(seventy, parallel__pp=1, parallel__vpp=None, parallel__dp=8, recompute__granularity="selective")
+    some = _with(plain, recompute__cpu_offloading_num_layers=20)
+    assert step_time(some).recompute == pytest.approx(step_time(plain).recompute * 60 / 80)
+
+
+def test_offloaded_activations_wait_for_the_link_to_the_host(seventy):
+    """Of the copies of both ways that is exposed which takes longer than what it overlaps with."""
+    spec = _with(seventy, parallel__pp=1, parallel__vpp=None, parallel__dp=8, recompute__granularity="none")
+    none, some, most = (predict(_with(spec, recompute__cpu_offloading_num_layers=n)) for n in (0, 8, 79))
+    assert none.offloaded_bytes == 0
+    assert none.time.communication["host"] == CommTime()
+    layer = saved_bytes(
+        spec.model, chunks_by_rank(spec)[0][0].kinds[0][0], DtypesAndGroups.from_spec(spec), profile_for(spec)
+    )
+    tokens = Topology.from_spec(spec).micro_batch_size * spec.batch.sequence_length / 2  # of a cp rank
+    assert some.offloaded_bytes == pytest.approx(8 * layer.without_recompute * tokens * 8)
+    bus = HOST_LINK.value * CHIPS["h100"].host_bandwidth
+    microbatches = Topology.from_spec(spec).microbatches
+    for prediction in (some, most):
+        host = prediction.time.communication["host"]
+        assert host.exposed + host.hidden == pytest.approx(2 * microbatches * prediction.offloaded_bytes / 8 / bus)
+        assert prediction.time.total - none.time.total == pytest.approx(host.exposed)
+    assert some.time.communication["host"].exposed == 0  # the other layers take longer
+    # All layers but one: their backward hides the copies back, one layer and the forward pass those to the host.
+    host, layers = most.time.communication["host"], none.time
+    computed = sum((layers.matmul, layers.attention, layers.memory, layers.recompute))
+    expected = (host.exposed + host.hidden) / 2 - computed * (1 - 2 / 3 * 79 / 80)
+    assert host.exposed == pytest.approx(expected, rel=0.02)  # `memory` has copies of FSDP, which hide nothing
 
 
 def test_a_group_inside_a_node_uses_its_links():

@@ -80,6 +80,16 @@ def test_compute_capabilities_are_nvidias():
     assert not [facts for facts in CHIPS.values() if facts.capability is None and facts.is_nvidia and facts.peak_flops]
 
 
+def test_host_memory_is_reached_over_the_bus_of_the_generation():
+    bus = {7.0: 16, 7.5: 16, 8.0: 32, 8.6: 32, 8.9: 32, 9.0: 64, 10.0: 64}
+    for name, facts in CHIPS.items():
+        if facts.capability is not None:
+            assert facts.host_bandwidth == (225 if name == "gb200" else bus[facts.capability]) * 1e9, name
+    cards = [facts for name, facts in CHIPS.items() if "pcie" in name]  # whose links are the same bus
+    assert cards
+    assert all(facts.host_bandwidth == facts.link_bandwidth for facts in cards)
+
+
 def test_the_table_agrees_with_itself():
     for name, facts in CHIPS.items():
         assert facts.name == name

@@ -36,6 +36,7 @@ _COMMUNICATION = {
     "pp": "pp send/recv",
     "dp": "dp reduce-scatter, all-gather",
     "outer": "outer steps' all-reduce",
+    "host": "activations to the host and back",
 }
 
 
@@ -136,6 +137,8 @@ def _memory_text(prediction: Prediction) -> str:
         lines.append(f"  by pipeline rank: {each}{', ...' if len(prediction.by_rank) > 16 else ''} GB")
     if prediction.host_bytes:
         lines.append(f"  optimizer states in host memory: {prediction.host_bytes / _GB:.2f} GB per node")
+    if prediction.offloaded_bytes:
+        lines.append(f"  activations in host memory: {prediction.offloaded_bytes / _GB:.2f} GB per node")
     if prediction.checkpoint_host_bytes:
         lines.append(f"  checkpoints in host memory: {prediction.checkpoint_host_bytes / _GB:.2f} GB per node")
     return "\n".join(lines)
@@ -227,6 +230,7 @@ def _as_json(
         "total": memory.total,
         "device_bytes": prediction.device_bytes,
         "host_bytes_per_node": prediction.host_bytes,
+        "offloaded_activation_bytes_per_node": prediction.offloaded_bytes,
         "checkpoint_host_bytes_per_node": prediction.checkpoint_host_bytes,
         "pipeline_rank": memory.rank,
         "phase": memory.phase,

@@ -80,7 +80,9 @@ LINK = Constant("collectives within a node, of the link bandwidth", 0.80, "assum
 NETWORK = Constant("collectives between nodes, of the network bandwidth", 0.85, "DeepEP: 43 of 50 GB/s")
 DEFAULT_LINK = Constant("link of a chip without a figure, bytes/s per direction", 25e9, "assumed: PCIe 4 x16")
 HOST_LINK = Constant(
-    "copies between a device and host memory, bytes/s per direction", 25e9, "assumed: PCIe 4 x16, pinned memory"
+    "copies between a device and pinned host memory, of the bandwidth between them",
+    0.80,
+    "assumed: 25 of 32 GB/s on A100",
 )
 HOST_UPDATE = Constant(
     "parameters per second that the host of a node updates with AdamW",

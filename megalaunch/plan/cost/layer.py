@@ -36,6 +36,7 @@ class Device:
             the head's are also those of layers in bf16.
         weight_gradient_flops: FLOP/s of the matmuls of weight gradients.
         memory: bytes/s of memory-bound kernels.
+        host: bytes/s of copies to host memory, and of copies from it.
         float8: matmuls of layers are in fp8.
         element: bytes of an activation.
     """
@@ -47,6 +48,7 @@ class Device:
     head_flops: float
     fp32_flops: float
     memory: float
+    host: float
     float8: bool
     element: int
 

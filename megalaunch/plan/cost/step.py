@@ -5,9 +5,10 @@ The slowest pipeline rank sets the pace of every microbatch; the others determin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megalaunch.plan.activation_layers import offloaded_layers, recomputed_layers
 from megalaunch.plan.cost import communication as wire
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.attention import attention_kernel
@@ -25,6 +26,7 @@ from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.model_states import main_param_bytes
+from megalaunch.plan.memory.offloaded_activations import offloaded_bytes
 from megalaunch.plan.stage_params import DataShards, DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
@@ -40,7 +42,9 @@ class UnknownChipSpeed(ValueError):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on the slowest rank, and the rates derived from them; `communication` is by parallel axis.
+    """Seconds of one step on the slowest rank, and the rates derived from them.
+
+    `communication` is by parallel axis, `host` are copies of activations to host memory and back.
 
     `matmul`, `attention`, `memory`, `head`, `recompute`, `launch_overhead`: compute, with the kernels of `stack`. MFU
     is relative to the 16-bit peak, whatever the dtype of the matmuls. `grouped` is the part of `matmul` in routed
@@ -114,6 +118,7 @@ class _RankTime:
     tp: CommTime = CommTime()
     cp: CommTime = CommTime()
     ep: CommTime = CommTime()
+    host: CommTime = CommTime()
 
     grouped: float = 0.0
     permutation: float = 0.0
@@ -126,7 +131,7 @@ class _RankTime:
 
     @property
     def exposed(self) -> float:
-        return self.tp.exposed + self.cp.exposed + self.ep.exposed
+        return self.tp.exposed + self.cp.exposed + self.ep.exposed + self.host.exposed
 
     @property
     def overhead(self) -> float:
@@ -159,7 +164,12 @@ def step_time(spec: RunSpec, stack: Stack | None = None, chip: ChipFacts | None 
     wires = Interconnect.from_cluster(spec, chip, _domain(chip, topology))
     ranks = chunks_by_rank(spec)
     kinds = _kind_times(spec, topology, device, wires, ranks)
-    times = [_rank_time(chunks, kinds, _head(spec, topology, device, chunks), device.stack) for chunks in ranks]
+    times = []
+    for chunks in ranks:
+        time = _rank_time(spec, chunks, kinds, _head(spec, topology, device, chunks), device.stack)
+        if spec.recompute.cpu_offloading_num_layers:
+            time = replace(time, host=_host_copies(spec, topology, device, chunks, kinds))
+        times.append(time)
     slowest = max(range(len(times)), key=lambda rank: times[rank].total)
     return _assemble(spec, topology, device, wires, times, slowest)
 
@@ -177,6 +187,7 @@ def _assemble(
         "tp": worst.tp.times(microbatches),
         "cp": worst.cp.times(microbatches),
         "ep": worst.ep.times(microbatches),
+        "host": worst.host.times(microbatches),
         "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
         "dp": wire.data_parallel(spec, topology, wires, rounds, sizes, params.layer, worst.compute),
         "outer": wire.outer_step(spec, topology, wires, sizes),
@@ -235,6 +246,7 @@ def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
         head_flops=head,
         fp32_flops=chip.peak_flops.get("tf32" if precision.tf32 else "fp32", peak) * stack.matmul_16.value,
         memory=chip.memory_bandwidth * c.MEMORY.value,
+        host=(chip.host_bandwidth or c.DEFAULT_LINK.value) * c.HOST_LINK.value,
         float8=float8,
         element=activation_bytes(spec),
     )
@@ -297,9 +309,13 @@ def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[Virtu
 _head_time = lru_cache(maxsize=1024)(head_time)
 
 
-def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], head: float, stack: Stack) -> _RankTime:
+def _rank_time(
+    spec: RunSpec, chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], head: float, stack: Stack
+) -> _RankTime:
     counts: dict[Layer, int] = {}
+    again = 0.0
     for chunk in chunks:
+        again += sum(kinds[kind].again * count for kind, count in recomputed_layers(spec.recompute, chunk))
         for kind, count in chunk.kinds:
             counts[kind] = counts.get(kind, 0) + count
     pairs = [(kinds[kind], count) for kind, count in counts.items()]
@@ -313,7 +329,7 @@ def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], 
         attention=sum(time.attention * count for time, count in pairs),
         memory=sum(time.memory * count for time, count in pairs),
         head=head,
-        again=sum(time.again * count for time, count in pairs),
+        again=again,
         grouped=sum(time.grouped * count for time, count in pairs),
         permutation=sum(time.permutation * count for time, count in pairs),
         tp=summed("tp"),
@@ -322,6 +338,29 @@ def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], 
         launches=stack.launches.value * sum(count for _, count in pairs),
         overlap_slowdown=stack.overlap_slowdown.value,
     )
+
+
+def _host_copies(
+    spec: RunSpec,
+    topology: Topology,
+    device: Device,
+    chunks: tuple[VirtualStage, ...],
+    kinds: dict[Layer, _RankTime],
+) -> CommTime:
+    """Return the copies of activations to host memory and back for one microbatch on one pipeline rank.
+
+    Copies to the host overlap with computation until the backward pass of the stage's first offloaded layer, copies
+    back with that of the offloaded layers, each of which starts the copy of the layer before it.
+    """
+    exposed = hidden = 0.0
+    for chunk in chunks:
+        copy = offloaded_bytes(spec, topology, chunk) / device.host
+        compute = sum(kinds[kind].compute * count for kind, count in chunk.kinds)
+        offloaded = sum(kinds[kind].compute * count for kind, count in offloaded_layers(spec.recompute, chunk))
+        back = c.BACKWARD_SHARE.value * offloaded
+        waits = max(0.0, copy - (compute - back)) + max(0.0, copy - back)
+        exposed, hidden = exposed + waits, hidden + 2 * copy - waits
+    return CommTime(exposed, hidden)
 
 
 def _bubble(spec: RunSpec, times: list[_RankTime], slowest: int, chunks: int) -> float:
@@ -341,7 +380,7 @@ def _optimizer(spec: RunSpec, topology: Topology, params: DeviceParams, device: 
     parameter, so that the slowest of the three is the time. The devices of a node share the host.
     """
     owned, fraction = DataShards.from_spec(spec, topology).of(params), spec.optimizer.optimizer_offload_fraction
-    to_host = 2 * main_param_bytes(spec) * owned * fraction / c.HOST_LINK.value
+    to_host = 2 * main_param_bytes(spec) * owned * fraction / device.host
     on_host = owned * fraction * topology.devices_per_node / c.HOST_UPDATE.value
     on_device = owned * (1 - fraction) * c.OPTIMIZER_TRAFFIC.value / device.memory
     return max(on_device, on_host, to_host)

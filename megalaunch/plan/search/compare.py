@@ -21,6 +21,7 @@ _MEANINGS = {
     "pp": "in exposed pipeline communication",
     "dp": "in exposed data-parallel communication",
     "outer": "in outer steps",
+    "host": "in exposed copies of activations to host memory",
 }
 
 
