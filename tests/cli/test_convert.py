@@ -67,6 +67,21 @@ def test_there_and_back_is_the_same_bytes(folder, tmp_path):
     assert from_hf_config(config, "tiny") == from_hf_config(json.loads((folder / "config.json").read_text()), "tiny")
 
 
+def test_an_import_is_inspected_like_a_checkpoint_of_a_run(folder, tmp_path):
+    assert convert("import", folder, "--output", tmp_path / "ckpt").exit_code == 0
+    shown, listed = (CliRunner().invoke(app, ["checkpoint", name, f"{tmp_path}/ckpt"]) for name in ("inspect", "list"))
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith(f"{tmp_path}/ckpt: complete, saved 20")
+    assert lines[1] == "  step     none: converted weights, without optimizer and progress"
+    assert lines[3] == "  layout   whole tensors; loads under any layout"
+    assert lines[-1].split()[:2] == ["model", str(len(load_file(folder / "model.safetensors")))]
+    assert (listed.exit_code, listed.stderr) == (
+        2,
+        f"error: {tmp_path}/ckpt is a checkpoint, not a run: megalaunch checkpoint inspect {tmp_path}/ckpt\n",
+    )
+
+
 def test_text_comes_out_of_an_import(folder, tmp_path):
     assert convert("import", folder, "--output", tmp_path / "ckpt").exit_code == 0
     arguments = ["--prompt", "the cat", "--max-new-tokens", "9", "--temperature", "0"]

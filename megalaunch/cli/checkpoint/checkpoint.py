@@ -104,9 +104,13 @@ def verify(path: Source) -> None:
 
 
 def _find_run(path: Path) -> RunDirectory:
+    """Return the run at `path`; end the command if there is none."""
+    from megalaunch.rundir.checkpoint.manifest import MANIFEST
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.errors import fail
 
+    if (path / MANIFEST).exists():
+        fail(f"{path} is a checkpoint, not a run: megalaunch checkpoint inspect {path}")
     run = RunDirectory(path)
     if not run.checkpoints.is_dir() and not run.spec.is_file():
         cause = "has neither a checkpoint nor a run" if path.is_dir() else "is not a directory"

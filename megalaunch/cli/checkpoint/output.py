@@ -92,11 +92,15 @@ def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> 
     """Yield the content of one checkpoint."""
     problems, files = summary["problems"], summary["files"]
     yield f"{checkpoint}: {problems[0] if problems else 'complete'}, saved {_date(summary['saved'])}"
-    tokens = summary["tokens"]
-    yield f"  step     {summary['step']}" + (f", {tokens:,} tokens seen" if isinstance(tokens, int) else "")
+    converted, tokens = summary["step"] is None, summary["tokens"]
+    step = "none: converted weights, without optimizer and progress" if converted else str(summary["step"])
+    yield f"  step     {step}" + (f", {tokens:,} tokens seen" if isinstance(tokens, int) else "")
     if summary["model"] is not None:
         yield f"  model    {summary['model']['name']} ({summary['model']['family']})"
-    yield f"  layout   {_layout_text(summary['layout'])}; loads under any other layout too"
+    layout = "whole tensors; loads under any layout"
+    if not converted:
+        layout = f"{_layout_text(summary['layout'])}; loads under any other layout too"
+    yield f"  layout   {layout}"
     shards = [entry["bytes"] for name, entry in files.items() if name.endswith(".safetensors")]
     others = len(files) - len(shards)
     yield f"  files    {len(shards)} with tensors, {others} others, {format_bytes(summary['bytes'])} in all"

@@ -9,7 +9,7 @@ from typing import Any
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.checkpoint.contents import POSITION, read_document
 from megalaunch.rundir.checkpoint.errors import CheckpointError
-from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
+from megalaunch.rundir.checkpoint.manifest import POSITION_FILE, read_manifest, verify_checkpoint
 from megalaunch.rundir.checkpoint.tensor_index import TensorIndex, read_tensor_index
 from megalaunch.schema import RunSpec
 
@@ -27,7 +27,9 @@ def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, An
         records = read_manifest(checkpoint)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: {error}") from error
-    tensor_index, position = read_tensor_index(checkpoint), read_document(checkpoint, POSITION)
+    tensor_index = read_tensor_index(checkpoint)
+    of_run = any(record.name == POSITION_FILE for record in records)  # converted weights have no progress
+    position = read_document(checkpoint, POSITION) if of_run else {"step": None, "tokens": None}
     if not isinstance(position, dict):
         raise CheckpointError(f"{checkpoint / POSITION}.json holds no step")
     return {
