@@ -73,4 +73,4 @@ def format_loss(value: float) -> str:
 
 def format_counted(count: object, noun: str) -> str:
     """Return a count with its noun, in the plural unless it is 1: "1 worker", "2 workers"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'' if str(count) == '1' else 's'}"

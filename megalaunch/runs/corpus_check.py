@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megalaunch.format.numbers import format_counted
 from megalaunch.plan.findings import Finding, Severity
 
 if TYPE_CHECKING:
@@ -48,5 +49,5 @@ def _find_documents(source: str, json_key: str) -> tuple[Severity, list[str]]:
     except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, no such home
         return "error", [f"{source}: {error}"]
     if not size:
-        return "error", [f"{source}: it is empty ({len(corpus.files):,} files without a byte)"]
+        return "error", [f"{source}: it is empty ({format_counted(f'{len(corpus.files):,}', 'file')} without a byte)"]
     return "note", list(corpus.notes)

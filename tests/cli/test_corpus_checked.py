@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 ABSENT = [
     ("missing.txt", "missing.txt: no such corpus"),
-    ("empty.txt", "empty.txt: it is empty (1 files without a byte)"),
+    ("empty.txt", "empty.txt: it is empty (1 file without a byte)"),
     ("/dev/zero", "/dev/zero: it is neither a regular file nor a directory"),
 ]
 

@@ -60,7 +60,7 @@ def test_inspect(made, tmp_path):
 def test_inspect_without_a_tokenizer_shows_ids(tmp_path):
     done = run("data", "inspect", write_tokens(tmp_path / "x", [[1, 2, 3]]))
     assert "showing ids: the tokenizer is unknown (give --tokenizer)" in done.stdout
-    assert "--- document 0: 3 tokens in 1 sequences: 1 2 3\n" in done.stdout
+    assert "--- document 0: 3 tokens in 1 sequence: 1 2 3\n" in done.stdout
 
 
 def test_verify(made, tmp_path):
@@ -220,7 +220,7 @@ def test_merged_and_split_files_have_reports(made, tmp_path):
     merge(parts, tmp_path / "all")
     for prefix in (*parts, tmp_path / "all"):
         read = IndexedTokens(prefix)
-        said = f"{prefix.name}: {read.num_documents} documents, {read.num_tokens:,} tokens (preprocessed from 1 files)"
+        said = f"{prefix.name}: {read.num_documents} documents, {read.num_tokens:,} tokens (preprocessed from 1 file)"
         assert check_report(prefix, tokenizer) == said
         assert verify(prefix, None, lambda done, total: None).hashed
     other = preprocess(
@@ -253,8 +253,7 @@ def test_every_key_has_its_report(tmp_path):
 def test_the_report_is_checked_against_the_tokenizer(made, tmp_path):
     line = check_report(made, load_tokenizer(tmp_path / "tokenizer.json"))
     assert (
-        line
-        == f"out_text_document: 61 documents, {IndexedTokens(made).num_tokens:,} tokens (preprocessed from 1 files)"
+        line == f"out_text_document: 61 documents, {IndexedTokens(made).num_tokens:,} tokens (preprocessed from 1 file)"
     )
     other = load_tokenizer(small_tokenizer(tmp_path / "other.json", 280))
     with pytest.raises(DataError, match=r"are from another tokenizer \(.*tokenizer\.json\)\. Set tokenizer\.path"):

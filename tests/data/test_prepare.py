@@ -79,9 +79,9 @@ def test_every_document_is_on_its_side_and_whole(data):
     assert (train.stream == 0).sum() == train.num_sequences
     assert train.dtype.name == "uint16"
     assert prepared.vocab_size == 300 == load_tokenizer(prepared.tokenizer_path).vocab_size
-    assert lines[0].endswith("corpus.jsonl: 1 files, 0.0 MB")
+    assert lines[0].endswith("corpus.jsonl: 1 file, 0.0 MB")
     told = [line for line in lines[1:] if "gigatoken is not installed" not in line]
-    assert told == ["training a tokenizer of 300", "encoding the documents"]
+    assert told == ["training a tokenizer of 300 tokens", "encoding the documents"]
 
 
 def test_without_end_tokens(data):

@@ -147,7 +147,7 @@ def test_commands_take_names_and_read_the_cache_without_a_network(hub, tmp_path,
     )
     assert [code for code, _ in answers] == [0, 0, 0], answers
     assert "wrote ckpt" in answers[1][1]
-    assert "1 documents" in answers[2][1]
+    assert "1 document," in answers[2][1]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
     answers = invoke(

@@ -14,10 +14,13 @@ from megalaunch.cli.data.output_prefix import local_prefix
 from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.output.progress import percent_progress
 from megalaunch.cli.usage_errors import ParametersCommand
+from megalaunch.format.numbers import format_counted
 from megalaunch.installation import install_command
 
 if TYPE_CHECKING:
     from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+    from megalaunch.data.indexed_dataset.statistics import Statistics
+    from megalaunch.data.indexed_dataset.verify import VerificationResult
     from megalaunch.data.tokenizer.tokenizer import Tokenizer
 
 app = typer.Typer(
@@ -48,10 +51,7 @@ def inspect(
 
         tokens = IndexedTokens(prefix)
         found = statistics(tokens)
-        typer.echo(
-            f"{found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens "
-            f"of {tokens.dtype.name} ({found.tokens * tokens.dtype.itemsize / 1e6:,.1f} MB)"
-        )
+        typer.echo(f"{_sizes(found)} of {tokens.dtype.name} ({found.tokens * tokens.dtype.itemsize / 1e6:,.1f} MB)")
         typer.echo(f"a document: {found.shortest:,} to {found.longest:,} tokens, {found.mean:,.1f} on average")
         for line in histogram_lines(found):
             typer.echo(line)
@@ -83,8 +83,7 @@ def verify(
         unknown += [] if found.hashed else ["bytes (no report next to the files)"]
         result = "valid" if known else "no error found"
         typer.echo(
-            f"{prefix}: {result}. {found.documents:,} documents, {found.sequences:,} sequences, "
-            f"{found.tokens:,} tokens, largest id {found.largest:,}"
+            f"{prefix}: {result}. {_sizes(found)}, largest id {found.largest:,}"
             + ("; all checksums match" if found.hashed else "")
             + (f"; not compared: {', '.join(unknown)}" if unknown else "")
         )
@@ -105,7 +104,7 @@ def merge(
         from megalaunch.data.indexed_dataset.merge import merge as merge_files
 
         merged = merge_files([path.expanduser() for path in prefixes], output_prefix.expanduser())
-        typer.echo(f"{merged.prefix}: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens")
+        typer.echo(f"{merged.prefix}: {_size(merged)}")
 
 
 @app.command(cls=ParametersCommand)
@@ -127,7 +126,7 @@ def split(
 
         for part in split_files(prefix.expanduser(), output_prefix.expanduser(), _shares(shares, parts)):
             written = IndexedTokens(part)
-            typer.echo(f"{part}: {written.num_documents:,} documents, {written.num_tokens:,} tokens")
+            typer.echo(f"{part}: {_size(written)}")
 
 
 def _shares(shares: str | None, parts: int | None) -> list[float]:
@@ -140,6 +139,16 @@ def _shares(shares: str | None, parts: int | None) -> list[float]:
     if not numbers or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
         _refuse(f"--shares {shares}: must be numbers of at least 0 with a sum above 0, e.g. 99,1.", True)
     return numbers
+
+
+def _sizes(found: Statistics | VerificationResult) -> str:
+    counts = {"document": found.documents, "sequence": found.sequences, "token": found.tokens}
+    return ", ".join(format_counted(f"{count:,}", noun) for noun, count in counts.items())
+
+
+def _size(written: IndexedTokens) -> str:
+    documents = format_counted(f"{written.num_documents:,}", "document")
+    return f"{documents}, {format_counted(f'{written.num_tokens:,}', 'token')}"
 
 
 def _load_tokenizer(prefix: Path, given: Path | None) -> Tokenizer | None:
@@ -164,8 +173,9 @@ def _show_documents(tokens: IndexedTokens, tokenizer: Tokenizer | None, count: i
     for document in range(min(count, tokens.num_documents)):
         first, last = int(tokens.documents[document]), int(tokens.documents[document + 1])
         ids = [number for sequence in range(first, last) for number in tokens.tokens(sequence, 0, None).tolist()[:2000]]
-        size = tokens.tokens_in(range(first, last))
-        typer.echo(f"--- document {document}: {size:,} tokens in {last - first} sequences: {_start(ids)}")
+        size = format_counted(f"{tokens.tokens_in(range(first, last)):,}", "token")
+        sequences = format_counted(last - first, "sequence")
+        typer.echo(f"--- document {document}: {size} in {sequences}: {_start(ids)}")
         if tokenizer is not None and ids:
             text = tokenizer.decode(ids[:_SHOWN_CHARACTERS], special=True)
             typer.echo(_printable(text[:_SHOWN_CHARACTERS]) + (" ..." if len(text) > _SHOWN_CHARACTERS else ""))

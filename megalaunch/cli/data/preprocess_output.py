@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megalaunch.cli.output.progress import ProgressLine
-from megalaunch.format.numbers import format_bytes, format_duration
+from megalaunch.format.numbers import format_bytes, format_counted, format_duration
 
 if TYPE_CHECKING:
     from megalaunch.data.preprocess.preprocess import Result
@@ -78,9 +78,10 @@ def _line(progress: Progress) -> str:
 def summary(result: Result) -> str:
     """Return the counts, the records left out, and the files of a result as text."""
     counts = result.counts
+    documents = format_counted(f"{counts.written:,}", "document")
+    tokens = format_counted(f"{counts.tokens:,}", "token")
     lines = [
-        f"{counts.written:,} documents, {counts.tokens:,} tokens, {format_bytes(counts.bytes_read)} "
-        f"in {counts.seconds:.1f} s ({result.engine.name})"
+        f"{documents}, {tokens}, {format_bytes(counts.bytes_read)} in {counts.seconds:.1f} s ({result.engine.name})"
     ]
     left_out = counts.skipped + counts.quarantined
     if left_out:

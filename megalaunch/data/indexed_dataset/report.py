@@ -11,6 +11,7 @@ import megalaunch
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.dataset import REMAKE, bin_path, idx_path
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
+from megalaunch.format.numbers import format_counted
 from megalaunch.fs import PUBLIC_FILE_MODE, write_file_atomically
 
 
@@ -42,11 +43,12 @@ def check_report(prefix: Path, tokenizer: Tokenizer) -> str | None:
         cause = f"its tokens are from another tokenizer ({report.get('settings', {}).get('tokenizer')})"
         raise DataError(cause, file=prefix, fix="Set tokenizer.path to that one, or preprocess the text again.")
     _check_sizes(prefix, report.get("outputs"))
+    documents = format_counted(f"{counts.get('written', 0):,}", "document")
     left_out = counts.get("skipped", 0) + counts.get("quarantined", 0)
     return (
-        f"{prefix.name}: {counts.get('written', 0):,} documents, {counts.get('tokens', 0):,} tokens"
+        f"{prefix.name}: {documents}, {counts.get('tokens', 0):,} tokens"
         + (f", {left_out:,} records left out" if left_out else "")
-        + f" (preprocessed from {len(report.get('inputs') or [])} files)"
+        + f" (preprocessed from {format_counted(len(report.get('inputs') or []), 'file')})"
     )
 
 

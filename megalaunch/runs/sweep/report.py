@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megalaunch.format.numbers import format_counted
 from megalaunch.format.table import table_lines
 from megalaunch.plan.findings import Finding, as_json
 from megalaunch.plan.report import finding_block
@@ -95,7 +96,7 @@ def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: M
     """Return the best trials, the trials that are not ranked with their reasons, and the paths of the files."""
     metric = planned.request.metric
     order = rank_results(results, metric)
-    lines = [f"{len(order)} of {len(results)} trials ranked by {metric}"]
+    lines = [f"{len(order)} of {format_counted(len(results), 'trial')} ranked by {metric}"]
     for place, result in enumerate(order[:_BEST_SHOWN], 1):
         lines.append(f"  {place:>3}. trial {result.number}: {label(result)}: {figures(result)}")
     if len(order) > _BEST_SHOWN:
@@ -104,7 +105,8 @@ def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: M
         if reason := unranked_reason(result, metric):
             lines.append(_truncate(f"    -  trial {result.number}: {label(result)}: {result.state}: {reason}"))
     if planned.skipped:
-        lines.append(f"  {len(planned.skipped)} points skipped: they cannot run")
+        count = len(planned.skipped)
+        lines.append(f"  {format_counted(count, 'point')} skipped: {'it' if count == 1 else 'they'} cannot run")
     return "\n".join([*lines, *table_lines(files.items())])
 
 

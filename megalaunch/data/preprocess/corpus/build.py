@@ -108,7 +108,7 @@ def _tokenizer(
     """Copy the given tokenizer, or train one on the training documents."""
     if tokenizer.path is not None:
         return copy_tokenizer(tokenizer.path, path)
-    report(f"training a tokenizer of {tokenizer.vocab_size:,}")
+    report(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
     trained = train_tokenizer(
         (document.text for document in _training_documents(corpus, data)), tokenizer.vocab_size, path
     )
