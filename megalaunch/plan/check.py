@@ -63,7 +63,7 @@ def check(
     at = RuleContext(spec, purpose, machine)
     broken = _run_rules(at)
     known = {key for key, item in broken if item.severity != "note"}
-    open_spec = _with_derived_open(at, origins)
+    open_spec = _with_derived_open(at, origins) if any(item.fixes for _, item in broken) else spec
     findings = []
     for (rule_id, path), item in broken:
         prover = _Prover((rule_id, path), at, open_spec, known)
@@ -157,9 +157,10 @@ def _with_derived_open(at: RuleContext, origins: Mapping[str, HasOrigin] | None)
     spec = _with_open_cluster(at, origins)
     if origins is not None:
         return with_values(spec, {path: value for path, value in OPEN_VALUES.items() if origins[path].open})
+    derived = derive(spec)[0]  # also that of each spec that replaces this one
     for path, value in OPEN_VALUES.items():
         opened = with_values(spec, {path: value})
-        if path != "batch.micro_batch_size" and derive(opened)[0] == derive(spec)[0]:
+        if path != "batch.micro_batch_size" and derive(opened)[0] == derived:
             spec = opened
     return spec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -30,7 +29,11 @@ def put(data: MutableMapping[str, Any], path: str, value: Any) -> None:
 
 
 def with_value(spec: S, values: Mapping[str, Any]) -> S:
-    """Return the spec (or section) with some leaves replaced, without validating the values."""
+    """Return the spec (or section) with some leaves replaced, without validating the values.
+
+    Raises:
+        TypeError: a section has no such leaf.
+    """
     direct = {path: value for path, value in values.items() if "." not in path}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
@@ -39,4 +42,17 @@ def with_value(spec: S, values: Mapping[str, Any]) -> S:
             inner.setdefault(section, {})[rest] = value
     for section, below in inner.items():
         direct[section] = with_value(getattr(spec, section), below)
-    return replace(spec, **direct)  # type: ignore[type-var]
+    return _with_fields(spec, direct)
+
+
+def _with_fields(section: S, values: Mapping[str, Any]) -> S:
+    """Return a copy of a section with some fields replaced, in less than half the time of `dataclasses.replace`.
+
+    A check that proves the fixes of its findings makes thousands. No section computes anything when it is made.
+    """
+    fields = vars(section)
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise TypeError(f"{type(section).__name__} has no field {', '.join(unknown)}")
+    copy = object.__new__(type(section))
+    vars(copy).update(fields | dict(values))
+    return copy

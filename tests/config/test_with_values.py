@@ -1,10 +1,12 @@
 """Some leaves of a spec replaced: the same spec, or the same refusal, as building all of it again."""
 
+from dataclasses import replace
+
 import pytest
 from made_specs import resolved
 
 from megalaunch.schema import SpecError, build_run_spec, spec_to_dict, with_values
-from megalaunch.schema.paths import put
+from megalaunch.schema.paths import put, with_value
 
 SPEC = resolved("recipe=tiny")[0]
 
@@ -45,3 +47,14 @@ def test_what_does_not_fit_is_refused_with_the_same_message(values):
     with pytest.raises(SpecError) as found:
         with_values(SPEC, values)
     assert str(found.value) == str(again.value)
+
+
+def test_what_is_not_validated_is_replaced_in_a_copy():
+    before = spec_to_dict(SPEC)
+    found = with_value(SPEC, {"parallel.tp": "two", "model.moe.top_k": 3})
+    assert found.parallel == replace(SPEC.parallel, tp="two")
+    assert found.model.moe == replace(SPEC.model.moe, top_k=3)
+    assert found.data is SPEC.data
+    assert spec_to_dict(SPEC) == before
+    with pytest.raises(TypeError, match="ModelSpec has no field hiden_size, layers"):
+        with_value(SPEC, {"model.layers": 3, "model.hiden_size": 3})
