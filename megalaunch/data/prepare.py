@@ -25,7 +25,6 @@ from megalaunch.data.samples.validation_sets import parse_validation_sets, valid
 from megalaunch.data.tokenizer.conversion import MERGES
 from megalaunch.data.tokenizer.folder import companion_files
 from megalaunch.data.tokenizer.tokenizer import eos_from_config, load_tokenizer, tokenizer_file
-from megalaunch.format.numbers import format_counted
 from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
 from megalaunch.schema.tokenizer import TokenizerSpec
 
@@ -130,7 +129,8 @@ def _prepare_training(data: DataSpec, tokenizer: TokenizerSpec, report: Callable
     corpus = find_corpus(source, data.json_key)
     for text in corpus.notes:
         report(f"note: {text}")
-    report(f"{source}: {format_counted(f'{len(corpus.files):,}', 'file')}, {corpus.size() / 1e6:,.1f} MB")
+    files = f"{len(corpus.files):,} file{'' if len(corpus.files) == 1 else 's'}"
+    report(f"{source}: {files}, {corpus.size() / 1e6:,.1f} MB")
 
     hashes = [file.sha256() for file in corpus.files]
 

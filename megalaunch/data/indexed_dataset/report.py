@@ -11,7 +11,6 @@ import megalaunch
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.dataset import REMAKE, bin_path, idx_path
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
-from megalaunch.format.numbers import format_counted
 from megalaunch.fs import PUBLIC_FILE_MODE, write_file_atomically
 
 
@@ -43,12 +42,12 @@ def check_report(prefix: Path, tokenizer: Tokenizer) -> str | None:
         cause = f"its tokens are from another tokenizer ({report.get('settings', {}).get('tokenizer')})"
         raise DataError(cause, file=prefix, fix="Set tokenizer.path to that one, or preprocess the text again.")
     _check_sizes(prefix, report.get("outputs"))
-    documents = format_counted(f"{counts.get('written', 0):,}", "document")
+    documents, files = counts.get("written", 0), len(report.get("inputs") or [])
     left_out = counts.get("skipped", 0) + counts.get("quarantined", 0)
     return (
-        f"{prefix.name}: {documents}, {counts.get('tokens', 0):,} tokens"
+        f"{prefix.name}: {documents:,} document{'' if documents == 1 else 's'}, {counts.get('tokens', 0):,} tokens"
         + (f", {left_out:,} records left out" if left_out else "")
-        + f" (preprocessed from {format_counted(len(report.get('inputs') or []), 'file')})"
+        + f" (preprocessed from {files} file{'' if files == 1 else 's'})"
     )
 
 
