@@ -3,14 +3,14 @@ import re
 import pytest
 from slow_cases import slow_but
 
-from megalaunch.config.compose import compose
+from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import schema_defaults, schema_keys
 from megalaunch.schema import build_run_spec, spec_to_dict
 from megalaunch.schema.paths import entry_at
 
 
-def problems(*overrides):
+def problems(*overrides, compose=compose):
     with pytest.raises(ConfigError) as caught:
         compose(overrides)
     return {problem.path: problem for problem in caught.value.problems}
@@ -91,7 +91,7 @@ REFUSED = [
     ("paralel=tp2", "paralel", "unknown key; did you mean 'parallel'"),
     ("prallel.tp=2", "prallel.tp", "did you mean 'parallel.tp'"),
     ("lr=1", "lr", "did you mean 'optimizer.lr'"),
-    ("checkpoint.save_every=1", "checkpoint.save_every", "did you mean 'checkpoint.keep_every'"),
+    ("checkpoint.save_every=1", "checkpoint.save_every", "did you mean 'checkpoint.interval'"),
     ("data.multiple_validation_sets=1", "data.multiple_validation_sets", "named in data.validation_sets"),
     ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
     ("recipe/x=5", "recipe/x", "GROUP=OPTION or SECTION.KEY=VALUE"),
@@ -156,12 +156,20 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def composer():
+    """A composer that has merged the files of recipe=tiny: it finds what a new one does (test_sweep_overrides.py)."""
+    composer = Composer()
+    composer.compose(["recipe=tiny"])
+    return composer
+
+
 @pytest.mark.parametrize(
     ("override", "path", "message"),
     slow_but(REFUSED, *REFUSED[::3]),
 )
-def test_which_overrides_are_refused_and_how(override, path, message):
-    found = problems("recipe=tiny", override)
+def test_which_overrides_are_refused_and_how(composer, override, path, message):
+    found = problems("recipe=tiny", override, compose=composer.compose)
     assert list(found) == [path]
     assert re.search(message, found[path].message), found[path].message
     assert found[path].where == "command line" or "no value" in message
