@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_runs import ON_FEWER, assert_losses_on_fewer, parent_of, processes, started, status_of
+from cluster_runs import ON_FEWER, assert_losses_on_fewer, parent_of, processes, shown, started
 from launching import events_of, steps_of, wait_until
 from mini_ssh import mini_ssh
 from training import tiny_overrides
@@ -43,11 +43,11 @@ def test_a_lost_host_is_left_out_and_taken_back_with_the_losses_of_an_undisturbe
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 6, 120)
         open_node_1 = lose_node_1(run, config)
         wait_until(lambda: len(events_of(run, "launch")) == 2, 60)
-        shown = status_of(run)
+        status = shown("status", run.root)
         open_node_1()
         output, _ = train.communicate(timeout=300)
     assert train.returncode == 0, output
-    assert "  nodes    1 of 2, on node0: node 1 (node1) is not reached: " in shown
+    assert "  nodes    1 of 2, on node0: node 1 (node1) is not reached: " in status
     changes = [(event["nodes"], event["hosts"]) for event in events_of(run, "nodes_changed")]
     assert changes == [(1, ["node0"]), (2, ["node0", "node1"])], output
     assert [event["workers"] for event in events_of(run, "launch")] == [2, 1, 2]

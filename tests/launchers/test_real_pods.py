@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cluster_runs import LENGTH, call, losses_of
+from cluster_runs import LENGTH, call, losses_of, shown
 from fake_kubectl import FakeKubectl
 from launching import steps_of, wait_until
 from mini_kubelet import running_pods
 from mini_kubernetes import mini_kubernetes
 from training import tiny_overrides
-from typer.testing import CliRunner
 
-from megalaunch.cli.app import app
 from megalaunch.launchers.record import read_record
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -62,9 +60,9 @@ def test_a_killed_pod_is_replaced_with_the_losses_of_an_undisturbed_run(cluster,
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 24, 180)
         kubelet.kill(1)
         code, output = call(tmp_path, "watch", str(run.root))
-        assert code == 0, output + call(tmp_path, "logs", str(run.root))[1]
+        assert code == 0, output + shown("logs", run.root)
         assert len(kubelet.started) >= 4  # node 0 has ended with node 1
-    assert "resuming after step " in call(tmp_path, "logs", str(run.root), "-n", "500")[1]
+    assert "resuming after step " in shown("logs", run.root, "-n", "500")
     assert losses_of(run) == undisturbed
 
 
@@ -92,13 +90,6 @@ def kubernetes(tmp_path_factory, monkeypatch):
         for name, value in real.variables.items():
             monkeypatch.setenv(name, value)
         yield real
-
-
-def shown(*arguments):
-    """What a command prints, in this process: a run would have ended before another one has started."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def test_a_jobset_of_a_real_api_server_is_shown_stopped_and_resumed_exactly(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from cluster_runs import LENGTH, STEPS, agents, call, losses_of, undisturbed_run
+from cluster_runs import LENGTH, STEPS, agents, call, losses_of, shown, undisturbed_run
 from launching import events_of, steps_of, wait_until
 from mini_slurm import mini_slurm
 from training import tiny_overrides
@@ -70,19 +70,18 @@ def test_a_run_has_the_losses_of_an_undisturbed_one_after_a_killed_agent_and_a_r
 def test_stop_saves_and_the_job_is_not_queued_again(slurm, tmp_path):
     run = RunDirectory(tmp_path / "run/run")
     overrides = overrides_of(tmp_path, "launcher=slurm", "cluster.nodes=2", "train.steps=2000")
-    shown = subprocess.Popen(
+    train = subprocess.Popen(
         [*COLD_MEGALAUNCH, "train", *overrides],
         cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
     assert call(tmp_path, "stop", str(run.root))[0] == 0
-    output, _ = shown.communicate(timeout=60)
-    assert shown.returncode == 75, output
+    output, _ = train.communicate(timeout=60)
+    assert train.returncode == 75, output
     assert "stopped by a signal; the run can be resumed (exit code 75)" in output
     outcome = read_outcome(run.outcome)
     assert run.checkpoint(outcome.step).is_dir()
-    _, output = call(tmp_path, "status", str(run.root))
-    assert "FAILED (NonZeroExitCode, on n[1-2])" in output
+    assert "FAILED (NonZeroExitCode, on n[1-2])" in shown("status", run.root)
 
 
 def test_what_slurm_cannot_give_is_refused_before_it_waits(slurm, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster_runs import ON_FEWER, assert_losses_on_fewer, started, status_of
+from cluster_runs import ON_FEWER, assert_losses_on_fewer, shown, started
 from launching import events_of, steps_of, wait_until
 from mini_slurm import lose_node, mini_slurm, restarted_node
 from training import tiny_overrides
@@ -33,11 +33,11 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, tmp_
             wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 6, 120)
             lose_node(slurm, "n2")
             wait_until(lambda: len(events_of(run, "launch")) == 2, 150)
-            shown = status_of(run)
+            status = shown("status", run.root)
             with restarted_node(slurm, "n2"):
                 output, _ = train.communicate(timeout=300)
         assert train.returncode == 0, output
-    assert "  nodes    1 of 2, on n1: n2 does not answer\n" in shown
+    assert "  nodes    1 of 2, on n1: n2 does not answer\n" in status
     changes = [(event["nodes"], event["hosts"], event["reason"]) for event in events_of(run, "nodes_changed")]
     assert changes == [(1, ["n1"], "n2 does not answer"), (2, ["n1", "n2"], "n2 is back")], output
     assert [event["workers"] for event in events_of(run, "launch")] == [2, 1, 2]

@@ -17,6 +17,7 @@ from cluster_runs import (
     losses_of,
     parent_of,
     processes,
+    shown,
     started,
     undisturbed_run,
 )
@@ -104,8 +105,7 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
     overrides = overrides_of(tmp_path, *hosts, "train.steps=3000")
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
-        code, output = call(tmp_path, "status", str(run.root))
-        assert (code, "RUNNING (held by process" in output) == (0, True), output
+        assert "RUNNING (held by process" in shown("status", run.root)
         assert call(tmp_path, "stop", str(run.root))[0] == 0
         output, _ = train.communicate(timeout=60)
     assert train.returncode == 75, output
@@ -117,12 +117,8 @@ def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
         assert on_the_hosts(run)
         train.kill()
         wait_until(lambda: on_the_hosts(run) == [], 8)
-    code, output = call(tmp_path, "list", str(tmp_path))
-    assert code == 0
-    assert "ENDED" in output
-    code, output = call(tmp_path, "logs", str(run.root))
-    assert code == 0
-    assert f"==> {run.node_log(1)} <==" in output
+    assert "ENDED" in shown("list", tmp_path)
+    assert f"==> {run.node_log(1)} <==" in shown("logs", run.root)
 
 
 @pytest.mark.slow
@@ -133,7 +129,7 @@ def test_a_detached_run_continues_in_the_background_until_it_is_stopped(hosts, t
     submitted = f"submitted job {read_record(run.job).id} to ssh: 2 nodes, output in {run.root}/logs/node_*.log\nnext: "
     assert submitted in output
     assert on_the_hosts(run) == []
-    assert "stopped by a signal; the run can be resumed" in call(tmp_path, "logs", str(run.root))[1]
+    assert "stopped by a signal; the run can be resumed" in shown("logs", run.root)
 
 
 @pytest.mark.parametrize(

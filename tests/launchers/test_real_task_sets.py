@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_runs import call, losses_of, parent_of, processes
+from cluster_runs import call, losses_of, parent_of, processes, shown
 from fake_kubectl import FakeKubectl
 from launching import events_of, steps_of, wait_until
 from mini_kubelet import running_pods
@@ -141,7 +141,7 @@ def test_four_slurm_tasks_write_the_bytes_of_one_process(slurm, corpus):
     assert "4 shards complete\n" in output
     assert f"job {record['id']}: COMPLETED (final job {record['final']}, on n" in output
     assert "4 shards verified and merged\n4,000 documents, " in output
-    logs = call(corpus, "logs", "array_job")[1]
+    logs = shown("logs", corpus / "array_job")
     assert [f"shard {number} of 4: 1,000 documents, " in logs for number in range(4)] == [True] * 4
 
 
@@ -149,12 +149,12 @@ def test_the_final_job_of_slurm_redoes_a_killed_shard(slurm, corpus):
     code, output = call(corpus, *preprocess("killed"), *_SHARDS, *slurm, "--detach")
     assert code == 0, output
     pid = stop_shard(corpus, "killed", 1)
-    assert "RUNNING (" in call(corpus, "status", "killed_job")[1]
+    assert "RUNNING (" in shown("status", corpus / "killed_job")
     code, output = call(corpus, *preprocess("killed"), *_SHARDS, *slurm)
     assert (code, "killed_job has job " in output, " ends it" in output) == (2, True, True), output
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: "COMPLETED (final job" in call(corpus, "status", "killed_job")[1], 60)
-    logs = call(corpus, "logs", "killed_job")[1]
+    wait_until(lambda: "COMPLETED (final job" in shown("status", corpus / "killed_job"), 60)
+    logs = shown("logs", corpus / "killed_job")
     assert "3 of 4 shards are complete already\nshard 1 of 4: 1,000 documents, " in logs
     assert token_bytes(corpus, "killed") == token_bytes(corpus, "alone")
 
@@ -165,7 +165,7 @@ def test_shards_that_were_stopped_in_slurm_are_continued(slurm, corpus):
     code, output = call(corpus, "stop", "stopped_job")
     os.kill(pid, signal.SIGCONT)
     assert (code, "is cancelled, and the tasks of job" in output) == (0, True), output
-    wait_until(lambda: "CANCELLED" in call(corpus, "status", "stopped_job")[1], 60)
+    wait_until(lambda: "CANCELLED" in shown("status", corpus / "stopped_job"), 60)
     wait_until(lambda: not processes("preprocess --shard", "--output-prefix stopped "), 60)
     assert not list(corpus.glob("stopped_text*"))
     code, output = call(corpus, *preprocess("stopped"), *_SHARDS, *slurm)
@@ -188,7 +188,7 @@ def test_a_killed_shard_is_run_again_on_hosts_and_on_a_ray_cluster(place, reques
     launcher = request.getfixturevalue(place)
     with Started(corpus, *preprocess(place), *_SHARDS, *launcher) as process:
         pid = stop_shard(corpus, place, 2)
-        status = call(corpus, "status", f"{place}_job")[1]
+        status = shown("status", corpus / f"{place}_job")
         os.kill(pid, signal.SIGKILL)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -209,12 +209,12 @@ def test_detached_shards_continue_in_the_background(place, request, corpus):
     holds = f"{record.launcher}: the tasks run, held by process {record.id} here; output in {folder}/logs"
     assert (code, output) == (0, f"{holds}\nnext: megalaunch status {shlex.quote(str(folder))}, logs or stop\n")
     pid = stop_shard(corpus, name, 2)
-    assert f"  state    RUNNING (held by process {record.id} on " in call(corpus, "status", folder.name)[1]
+    assert f"  state    RUNNING (held by process {record.id} on " in shown("status", folder)
     code, output = call(corpus, *words)
     assert (code, f"{folder.name} has job {record.id} already" in output) == (2, True), output
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: "  state    ENDED (" in call(corpus, "status", folder.name)[1], 120)
-    logs = call(corpus, "logs", folder.name)[1]
+    wait_until(lambda: "  state    ENDED (" in shown("status", folder), 120)
+    logs = shown("logs", folder)
     assert "killed by signal 9" in logs
     assert logs.count("4 shards verified and merged\n4,000 documents, ") == 1
     assert token_bytes(corpus, name) == token_bytes(corpus, "alone")
@@ -225,7 +225,7 @@ def test_detached_shards_on_hosts_are_stopped_and_the_same_command_continues(hos
     assert call(corpus, *words, "--detach")[0] == 0
     stop_shard(corpus, "halted", 1)
     assert call(corpus, "stop", "halted_job")[0] == 0
-    wait_until(lambda: "  state    ENDED (" in call(corpus, "status", "halted_job")[1], 60)
+    wait_until(lambda: "  state    ENDED (" in shown("status", corpus / "halted_job"), 60)
     assert not processes("preprocess --shard", "--output-prefix halted ")
     code, output = call(corpus, *words)
     assert code == 0, output
@@ -301,8 +301,8 @@ def test_a_killed_pod_is_replaced_and_four_write_the_bytes_of_one_process(cluste
         running_pods(cluster, job_of(corpus / "pods_job"), tmp_path) as kubelet,
     ):
         pid = stop_shard(corpus, "pods", 2)
-        shown = call(corpus, "status", "pods_job")[1]
-        assert re.search(r"  state    RUNNING \(\d of 4 tasks complete, on worker-", shown), shown
+        status = shown("status", corpus / "pods_job")
+        assert re.search(r"  state    RUNNING \(\d of 4 tasks complete, on worker-", status), status
         code, output = call(corpus, *preprocess("pods"), *_SHARDS, *_PODS)
         assert (code, "pods_job has job job/preprocess-pods-" in output) == (2, True), output
         os.kill(pid, signal.SIGKILL)
@@ -314,7 +314,7 @@ def test_a_killed_pod_is_replaced_and_four_write_the_bytes_of_one_process(cluste
     assert "(4 of 4)\n" in output
     assert "4 shards verified and merged\n4,000 documents, " in output
     assert token_bytes(corpus, "pods") == token_bytes(corpus, "alone")
-    assert "shard 2 of 4: 1,000 documents, " in call(corpus, "logs", "pods_job")[1]
+    assert "shard 2 of 4: 1,000 documents, " in shown("logs", corpus / "pods_job")
 
 
 def test_ctrl_c_ends_the_pods_and_the_same_command_writes_the_shards_that_are_missing(cluster, corpus, tmp_path):
@@ -360,23 +360,23 @@ def test_detached_pods_write_and_merge_the_shards_alone(cluster, corpus, tmp_pat
     words, folder = (*preprocess("apart"), *_SHARDS, *_PODS), corpus / "apart_job"
     code, output = call(corpus, *words, "--detach")
     job = job_of(folder)
-    shown = (
+    submitted = (
         f"submitted to kubernetes: 4 shards in job {job}; output in {folder}/logs/pod_*.log\nnext: megalaunch status "
     )
-    assert (code, output.startswith(shown)) == (0, True), output
-    assert f"  job      {job} of kubernetes, 4 tasks, submitted " in call(corpus, "status", "apart_job")[1]
+    assert (code, output.startswith(submitted)) == (0, True), output
+    assert f"  job      {job} of kubernetes, 4 tasks, submitted " in shown("status", corpus / "apart_job")
     with running_pods(cluster, job, tmp_path) as kubelet:
         pid = stop_shard(corpus, "apart", 1)
         code, output = call(corpus, *words)
         assert (code, "apart_job has job job/preprocess-apart-" in output) == (2, True), output
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: "  state    COMPLETE (" in call(corpus, "status", "apart_job")[1], 90)
+        wait_until(lambda: "  state    COMPLETE (" in shown("status", corpus / "apart_job"), 90)
         assert len(kubelet.started) == 5
     assert token_bytes(corpus, "apart") == token_bytes(corpus, "alone")
-    logs = call(corpus, "logs", "apart_job")[1]
+    logs = shown("logs", corpus / "apart_job")
     assert [f"shard {number} of 4: 1,000 documents, " in logs for number in range(4)] == [True] * 4
     assert logs.count("4 shards verified and merged\n4,000 documents, ") == 1
-    assert re.search(rf"^  apart_job +kubernetes +{job} ", call(corpus, "list", ".")[1], re.MULTILINE)
+    assert re.search(rf"^  apart_job +kubernetes +{job} ", shown("list", corpus), re.MULTILINE)
 
 
 def test_detached_pods_that_are_stopped_are_continued_by_the_same_command(cluster, corpus, tmp_path):
@@ -395,7 +395,7 @@ def test_detached_pods_that_are_stopped_are_continued_by_the_same_command(cluste
     code, output = call(corpus, *words, "--detach")
     assert (code, "submitted to kubernetes: 1 shard in job job/preprocess-left-" in output) == (0, True), output
     with running_pods(cluster, job_of(corpus / "left_job", first), tmp_path):
-        wait_until(lambda: "  state    COMPLETE (" in call(corpus, "status", "left_job")[1], 60)
+        wait_until(lambda: "  state    COMPLETE (" in shown("status", corpus / "left_job"), 60)
     assert token_bytes(corpus, "left") == token_bytes(corpus, "alone")
 
 
@@ -408,16 +408,26 @@ def sweep_of_two(folder):
     return ("sweep", "recipe=tiny", *data, *on_cpu, *length)
 
 
-def assert_same_trials(folder):
-    """The trials of the sweep `there` have the losses of the same sweep on this machine."""
-    assert call(folder, *sweep_of_two(folder), "--name", "here")[0] == 0
+@pytest.fixture(scope="module")
+def local_sweep(tmp_path_factory):
+    """The directory of the sweep of two trials on this machine, as the tests below set OMP_NUM_THREADS."""
+    folder = tmp_path_factory.mktemp("local_sweep")
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("OMP_NUM_THREADS", "1")
+        code, output = call(folder, *sweep_of_two(folder), "--name", "here")
+    assert code == 0, output
+    return folder / "sweeps/here"
+
+
+def assert_same_trials(there, here):
+    """The trials of a sweep have the losses of the one on this machine."""
     for number in (1, 2):
-        there, here = (RunDirectory(folder / f"sweeps/{name}/trial_000{number}") for name in ("there", "here"))
-        assert losses_of(there) == losses_of(here)
-        assert len(losses_of(there)) == 40
+        losses = losses_of(RunDirectory(there / f"trial_000{number}"))
+        assert losses == losses_of(RunDirectory(here / f"trial_000{number}"))
+        assert len(losses) == 40
 
 
-def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm, tmp_path, monkeypatch):
+def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm, local_sweep, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # some CPUs round otherwise with other threads, and Slurm may lend fewer
     code, output = call(tmp_path, *sweep_of_two(tmp_path), *slurm, "--name", "there", "--detach")
     assert code == 0, output
@@ -426,37 +436,41 @@ def test_a_killed_trial_of_a_sweep_in_slurm_is_continued_by_the_final_job(slurm,
     words = "-m megalaunch sweep --trial 1 ", "--name there"
     trial = next(pid for pid in sorted(processes(*words)) if program(pid) not in ("srun", "slurmstepd"))
     os.kill(trial, signal.SIGKILL)
-    wait_until(lambda: "COMPLETED (final job" in call(tmp_path, "status", "sweeps/there")[1], 120)
-    logs = call(tmp_path, "logs", "sweeps/there")[1]
+    wait_until(lambda: "COMPLETED (final job" in shown("status", tmp_path / "sweeps/there"), 120)
+    logs = shown("logs", tmp_path / "sweeps/there")
     assert "2 of 2 trials ranked by validation_loss" in logs
     (resumed,) = events_of(killed, "resumed")
     assert resumed["step"] >= 5
-    assert_same_trials(tmp_path)
+    assert_same_trials(tmp_path / "sweeps/there", local_sweep)
 
 
-def results_of(folder, name):
+def results_of(sweep):
     """The rows of a sweep's results.csv, without what is measured in time."""
-    with (folder / f"sweeps/{name}/results.csv").open(newline="") as file:
+    with (sweep / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     timed = ("tokens_per_second", "seconds", "directory")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 
 @pytest.mark.parametrize("place", ["hosts", "ray_cluster"])
-def test_a_sweep_on_hosts_and_on_a_ray_cluster_has_the_results_of_the_local_one(place, request, tmp_path, monkeypatch):
+def test_a_sweep_on_hosts_and_on_a_ray_cluster_has_the_results_of_the_local_one(
+    place, request, local_sweep, tmp_path, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it for tasks of one CPU; ssh copies it
     launcher = (*request.getfixturevalue(place), "launcher.ssh.environment=[OMP_NUM_THREADS]")
     code, output = call(tmp_path, *sweep_of_two(tmp_path), *launcher, "--name", "there")
     assert code == 0, output
     assert "2 of 2 trials ranked by validation_loss" in output
-    assert_same_trials(tmp_path)
-    there, here = (results_of(tmp_path, name) for name in ("there", "here"))
+    assert_same_trials(tmp_path / "sweeps/there", local_sweep)
+    there, here = results_of(tmp_path / "sweeps/there"), results_of(local_sweep)
     assert there == here
     assert [(row["trial"], row["exit_code"], row["steps"]) for row in there] == [("2", "0", "40"), ("1", "0", "40")]
 
 
 @pytest.mark.release  # the cases above prove detached pods, and a sweep as tasks
-def test_a_killed_trial_of_a_detached_sweep_in_pods_is_continued_and_the_last_pod_ranks(cluster, tmp_path, monkeypatch):
+def test_a_killed_trial_of_a_detached_sweep_in_pods_is_continued_and_the_last_pod_ranks(
+    cluster, local_sweep, tmp_path, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     code, output = call(tmp_path, *sweep_of_two(tmp_path), *_PODS, "--name", "there", "--detach")
     assert (code, "submitted to kubernetes: 2 trials in job job/sweep-there-" in output) == (0, True), output
@@ -464,10 +478,10 @@ def test_a_killed_trial_of_a_detached_sweep_in_pods_is_continued_and_the_last_po
     with running_pods(cluster, job_of(tmp_path / "sweeps/there"), tmp_path) as kubelet:
         wait_until(lambda: killed.metrics.exists() and len(steps_of(killed)) > 6, 120)
         kubelet.kill(0)
-        wait_until(lambda: "  state    COMPLETE (" in call(tmp_path, "status", "sweeps/there")[1], 120)
+        wait_until(lambda: "  state    COMPLETE (" in shown("status", tmp_path / "sweeps/there"), 120)
         assert len(kubelet.started) == 3
-    logs = call(tmp_path, "logs", "sweeps/there")[1]
+    logs = shown("logs", tmp_path / "sweeps/there")
     assert logs.count("2 of 2 trials ranked by validation_loss") == 1
     (resumed,) = events_of(killed, "resumed")
     assert resumed["step"] >= 5
-    assert_same_trials(tmp_path)
+    assert_same_trials(tmp_path / "sweeps/there", local_sweep)

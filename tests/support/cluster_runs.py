@@ -37,9 +37,14 @@ def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]
     return done.returncode, done.stdout + done.stderr
 
 
-def status_of(run: RunDirectory) -> str:
-    """What `megalaunch status` shows, from this process: a process of its own would be seconds late in a short run."""
-    return CliRunner().invoke(app, ["status", str(run.root)]).output
+def shown(*arguments: str | Path) -> str:
+    """What a command that succeeds prints, run in this process.
+
+    Another one would be seconds late in a short run, and its imports would take the cores of what is waited for.
+    """
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def undisturbed_run(factory: pytest.TempPathFactory, length: Sequence[str] = LENGTH) -> RunDirectory:
@@ -69,7 +74,7 @@ def detached_and_stopped(folder: Path, run: RunDirectory, *overrides: str) -> st
     code, refused = call(folder, "train", *overrides)
     assert (code, f"has job {read_record(run.job).id} already: RUNNING" in refused) == (2, True), refused
     assert call(folder, "stop", str(run.root))[0] == 0
-    wait_until(lambda: "  state    ENDED (" in call(folder, "status", str(run.root))[1], 60)
+    wait_until(lambda: "  state    ENDED (" in shown("status", run.root), 60)
     outcome = read_outcome(run.outcome)
     assert outcome.exit_code == 75
     assert run.checkpoint(outcome.step).is_dir()
