@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.kernels.forms import on_cpu
+from megalaunch.kernels.forms import on_cpu, prescribes_forms
 from megalaunch.platform.detect import cpu_bf16_unit
 
 _unit = cache(cpu_bf16_unit)
@@ -22,10 +22,13 @@ _ROWS = 64  # with fewer rows, converting the other matrix takes longer than is 
 
 
 def use_fp32_matmul(x: Tensor) -> bool:
-    """Return whether to compute x times a matrix in fp32, by the dtype, device and number of rows of x."""
+    """Return whether to compute x times a matrix in fp32, by the dtype, device and number of rows of x.
+
+    A simulated CPU has no bf16 instructions, whatever this one has: the planner knows none either.
+    """
     if x.dtype == torch.float16:
         return on_cpu(x)
-    narrow = x.dtype == torch.bfloat16 and on_cpu(x) and _unit() is None
+    narrow = x.dtype == torch.bfloat16 and on_cpu(x) and (prescribes_forms() or _unit() is None)
     return narrow and x.numel() >= _ROWS * x.shape[-1]
 
 

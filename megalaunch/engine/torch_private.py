@@ -45,6 +45,10 @@ FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 # The operator of `Tensor.item()`, to which a simulation gives a result.
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 
+# The operator that waits for a functional collective and returns its argument, of which torch's rule for fake tensors
+# allocates a copy.
+WAIT_COLLECTIVE = FUNCTIONAL_COLLECTIVES.wait_tensor.default
+
 # What a dispatch mode receives when the device of a fake tensor is read.
 READ_DEVICE = torch.ops.prim.device.default
 

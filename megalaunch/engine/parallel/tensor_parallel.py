@@ -170,7 +170,9 @@ class _ColumnParallelLinearFn(torch.autograd.Function):
             for each, grad, weight in rest:
                 dx = each.input_grad(grad, weight, onto=dx)
             reducing = _start_reduce(dx, ctx.axis, ctx.sequence_parallel)
+            del dx  # a copy is in flight
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
+        gathering = None  # frees the buffer of its parts before the matmuls of dW
         dweights = [
             each.weight_grad(grad, rows) if needed else None
             for each, grad, needed in zip(ctx.matmuls, grads, wanted, strict=True)

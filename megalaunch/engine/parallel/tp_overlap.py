@@ -58,7 +58,9 @@ class AllGatherMatmulRing(torch.autograd.Function):
             for dy, weight in zip(dys[1:], weights[1:], strict=True):
                 dx = matmul(dy, weight, onto=dx)
             reducing = reduce_scatter_async(dx, _SEQUENCE, ctx.axis)
+            del dx  # a copy is in flight
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
+        gathering = None  # frees the buffer of its parts before the matmuls of dW
         dweights = [matmul(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
         return reducing.wait() if reducing else None, None, *dweights
 

@@ -8,14 +8,21 @@ from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.simulate.comm_tracker import CommTracker
 from megalaunch.engine.simulate.memory_tracker import MemoryTracker
-from megalaunch.engine.torch_private import READ_DEVICE, READ_SCALAR, TorchDispatchMode, device_of_fake
+from megalaunch.engine.torch_private import (
+    READ_DEVICE,
+    READ_SCALAR,
+    WAIT_COLLECTIVE,
+    TorchDispatchMode,
+    device_of_fake,
+)
 
 
 class SimulatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode above the fake tensors' own, and the only one: each mode is asked about every operator.
 
     `.item()` returns 0: token counts, loss, gradient norm and error flags of fake tensors. The device of a fake tensor,
-    for which torch asks more often than it runs operators, is returned without the mode below.
+    for which torch asks more often than it runs operators, is returned without the mode below. A collective that is
+    waited for is the tensor that was in flight.
     """
 
     def __init__(self, collectives: CommTracker, memory: MemoryTracker) -> None:
@@ -30,6 +37,8 @@ class SimulatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory.before_operator()
         if function is READ_DEVICE:
             return device_of_fake(args[0])
+        if function is WAIT_COLLECTIVE:
+            return args[0]
         output = 0 if function is READ_SCALAR else function(*args, **(kwargs or {}))
         self._collectives.after_operator(function, args, output)
         self._memory.after_operator(function, args, output)

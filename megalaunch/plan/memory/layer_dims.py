@@ -53,12 +53,15 @@ class LayerDims:
     Attributes:
         activation_bytes: bytes of an activation.
         matmul_input_bytes: bytes of a matmul's saved input, 1 for fp8.
+        fp32_matmuls: matmuls convert their 16-bit operands to fp32.
         input_copies: how often an input that projections share is saved.
         residual_bytes: bytes of the residual stream.
         attention_output_copies: saved copies of attention's output; those of split documents, and of a rank's two
             chunks if each is a call, are saved once more.
         num_heads: query heads.
         saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
+        input_projections: projections of a feed-forward block's input (1, or 2: gate and up).
+        input_gradient_buffers: tensors as large as the whole input that are allocated at once in their backward.
         activation_gradients: gradients of inner values allocated at once in its backward.
         expert_rows: rows per token that the rank's experts compute.
         summed_rows: rows per token whose outputs the rank sums up.
@@ -79,6 +82,7 @@ class LayerDims:
 
     activation_bytes: float
     matmul_input_bytes: float
+    fp32_matmuls: bool
     input_copies: InputCopies
     residual_bytes: float
     hidden_size: int
@@ -93,6 +97,8 @@ class LayerDims:
     shared_ffn_width: float
     shared_expert_gate: bool
     saved_activation_inputs: int
+    input_projections: int
+    input_gradient_buffers: int
     activation_gradients: int
     expert_rows: float
     summed_rows: float
@@ -105,6 +111,7 @@ class LayerDims:
     kv_lora_rank: int
     qk_rope_head_dim: int
     qk_norm_rows: float
+    parallel_residual: bool
     post_norm: bool
     dropout_mask_bytes: int
     mla: bool
@@ -117,6 +124,11 @@ class LayerDims:
     attention_buffer_bytes: float
     saved_weight_keys: float
     sequence_shards: int
+
+    @property
+    def second_norm_input_bytes(self) -> float:
+        """Bytes per token of the input of a layer's second norm; parallel blocks share that of the first."""
+        return 0.0 if self.parallel_residual else self.residual_bytes * self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -186,12 +198,12 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     query = local_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else local_heads * head_dim
     value = local_heads * mla.v_head_dim if latent else groups * head_dim
     key = query if latent else groups * head_dim
-    gated = model.activation in GATED
     sharing = (tp if dtypes.sequence_parallel else 1) * dtypes.cp
     rows = ExpertRows.of(moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
     return LayerDims(
         activation_bytes=activation_bytes,
         matmul_input_bytes=1 if fp8 else activation_bytes,
+        fp32_matmuls=profile.fp32_matmuls and dtypes.compute_dtype in ("bf16", "fp16"),
         input_copies=InputCopies.of(model, dtypes) if fp8 and profile.input_copies else InputCopies(),
         residual_bytes=4 if dtypes.residual_dtype == "fp32" else activation_bytes,
         hidden_size=model.hidden_size,
@@ -206,7 +218,9 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         shared_ffn_width=moe.shared_ffn_hidden_size / tp,
         shared_expert_gate=moe.shared_expert_gate,
         saved_activation_inputs=_activation_inputs(model, profile),
-        activation_gradients=profile.activation_gradients if gated else 1,
+        input_projections=2 if model.activation in GATED else 1,
+        input_gradient_buffers=_input_gradient_buffers(dtypes, profile),
+        activation_gradients=profile.activation_gradients if model.activation in GATED else 1,
         expert_rows=rows.arriving,
         summed_rows=rows.sent if dtypes.rows_are_sent else rows.arriving,
         num_experts=moe.num_experts or 0,
@@ -218,6 +232,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         kv_lora_rank=mla.kv_lora_rank or 0,
         qk_rope_head_dim=mla.qk_rope_head_dim,
         qk_norm_rows={"none": 0, "full": 2, "head": local_heads + groups}[model.qk_norm],
+        parallel_residual=model.parallel_residual,
         post_norm=model.norm_placement != "pre",
         dropout_mask_bytes=(model.hidden_size if profile.dropout_masks else 4) if model.hidden_dropout else 0,
         mla=latent,
@@ -231,6 +246,14 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
+
+
+def _input_gradient_buffers(dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:
+    """Return the tensors of all tokens in the backward of column-parallel layers.
+
+    Without sequence parallelism: the input's gradient, and its sum with that of another projection or over ranks.
+    """
+    return profile.input_gradient_buffers if dtypes.sequence_parallel and dtypes.tp > 1 else 2
 
 
 def _is_called_by_chunk(dtypes: DtypesAndGroups) -> bool:

@@ -26,8 +26,9 @@ class LossBytes:
         depth_logits: logits of each MTP depth, whose loss is computed before.
         pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
         with_logits: allocated at the same time as the logits, such as gradients of the head.
-        buffers: allocated with them for the current loss in chunks: its gathered input, the fp32 sum of the weight's
-            gradient, and of a chunk's product what does not fit into the memory of freed logits.
+        buffers: allocated with them for the current loss. In chunks: its gathered input, the fp32 sum of the weight's
+            gradient, and of a chunk's product what does not fit into the memory of freed logits. Whole: what a head
+            that multiplies in fp32 converts.
         not_rounded: the gradient that it will be, which `with_logits` counts.
         while_scaling: while the head's gradients are scaled, after the logits are freed.
         pending_gradients: gradients of the head of each other microbatch.
@@ -70,7 +71,12 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
         cast = compute_bytes if compute_bytes < 4 else 0
         logits = (profile.logit_bytes + cast + capped) * vocab_rows * tokens
         held = (profile.logit_bytes + capped) * vocab_rows * tokens
-        return LossBytes(logits, held, logits if topology.pp > 1 else 0.0, with_logits=head_gradients + gathered)
+        # A head that multiplies in fp32 (kernels/matmul.py) converts its weight, and its input's gradient is in fp32.
+        converted = 2 * head_gradients if profile.fp32_matmuls and cast else 0.0
+        # A last stage without MTP returns its logits and saves them, in the compute dtype; else the loss makes them.
+        saved = held if spec.model.mtp.num_layers else logits
+        pending = saved if topology.pp > 1 else 0.0
+        return LossBytes(logits, held, pending, with_logits=head_gradients + gathered, buffers=converted)
     own, pending = _pipeline_bytes_per_logit(topology, profile, compute_bytes)
     held = (profile.pending_logit_bytes or profile.logit_bytes) + capped
     pending += capped if pending else 0.0

@@ -25,6 +25,7 @@ class MemoryProfile:
             is pending, without the logits, which the stage saves; None: nothing is saved.
         regathers_inputs: with sequence parallelism a matmul's gathered input is not saved, backward all-gathers it.
         fp8_inputs: fp8 matmuls save their inputs in 8 bits (Transformer Engine).
+        fp32_matmuls: matmuls convert 16-bit operands to fp32, and save them as they are (kernels/matmul.py).
         input_copies: of them, projections that share their input save a copy each if they are not fused: experts, and
             others without tensor parallelism.
         fp8_weight_copy_bytes: bytes per weight of the 8-bit copies that fp8 has in addition to compute weights, and
@@ -33,6 +34,9 @@ class MemoryProfile:
         activation_inputs: inner values that a gated activation saves: gate and up (2), or silu(gate) too (3).
         plain_activation_inputs: inner values that activations save which no kernel fuses, by name.
         activation_gradients: gradients of that size that are allocated at once in its backward.
+        input_gradient_buffers: tensors of all tokens that the backward of a column-parallel layer holds at once with
+            sequence parallelism: its gathered input and the gradient of that, and parts of either as they are received
+            or sent.
         max_saved_weight_tokens: sequence length up to which causal attention in fp32 on CPU saves its weights, a
             triangle of blocks of `weight_block_rows` rows (queries of all heads of a group); 0: never.
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
@@ -57,12 +61,14 @@ class MemoryProfile:
     logit_bytes: float
     regathers_inputs: bool = True
     fp8_inputs: bool = False
+    fp32_matmuls: bool = False
     input_copies: bool = False
     fp8_weight_copy_bytes: float = 0.0
     unfused_attention: bool = False
     activation_inputs: int = 2
     plain_activation_inputs: tuple[tuple[str, int], ...] = ()
     activation_gradients: int = 2
+    input_gradient_buffers: int = 2
     max_saved_weight_tokens: int = 0
     weight_block_rows: int = 128
     separate_reduce_scatter_buffers: bool = False
@@ -97,6 +103,7 @@ ENGINE = MemoryProfile(
     query_block=512,
     dropout_masks=False,
     p2p_buffers=True,
+    input_gradient_buffers=3,
     plain_activation_inputs=(("quick_gelu", 2),),
 )
 
@@ -109,15 +116,17 @@ ENGINE_WITHOUT_TRITON = replace(
     plain_activation_inputs=(("quick_geglu", 4), ("quick_gelu", 2)),
 )
 
-# The same on a CPU: it has no fused kernels, and allocating memory is slow. kernels/swiglu.py saves
-# silu(gate), which its gradients overwrite; see also kernels/causal_attention.py, engine/train/loss.py,
-# engine/parallel/fsdp.py.
+# The same on a CPU without instructions for bf16: it has no fused kernels, and allocating memory is slow.
+# kernels/swiglu.py saves silu(gate), which its gradients overwrite; see also kernels/causal_attention.py,
+# engine/train/loss.py, engine/parallel/fsdp.py.
 CPU_ENGINE = replace(
     ENGINE_WITHOUT_TRITON,
     name="engine on CPU",
+    fp32_matmuls=True,
     repeats_masked_kv=False,
     expands_grouped_gradients=False,
     activation_gradients=1,
+    input_gradient_buffers=4,  # reduce-scatter is an all-to-all
     max_saved_weight_tokens=512,
     separate_reduce_scatter_buffers=True,
     logit_bytes=4.0,

@@ -19,6 +19,7 @@ from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.recompute import RecomputeModule
 
 Sharding = Literal["sequence", "tp", "replicated"]
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ LATENTS = (
     OpRow("key/value latent after its norm", lambda d: d.matmul_input_bytes * d.kv_lora_rank, "sequence", ("norm",)),
 )
 DENSE = (
-    OpRow("input of the second norm: the residual stream", lambda d: d.residual_bytes * d.hidden_size, "sequence"),
+    OpRow("input of the second norm: the residual stream", lambda d: d.second_norm_input_bytes, "sequence"),
     OpRow("statistics of the second norm, fp32", lambda d: 4, "sequence"),
     OpRow(
         "second norm's output, input of (gate and) up",
@@ -135,7 +136,7 @@ DENSE = (
 )
 # Of the rank whose experts have most rows (plan/expert_rows.py). Expert matmuls have full rows.
 EXPERTS = (
-    OpRow("input of the second norm: the residual stream", lambda d: d.residual_bytes * d.hidden_size, "sequence"),
+    OpRow("input of the second norm: the residual stream", lambda d: d.second_norm_input_bytes, "sequence"),
     OpRow("statistics of the second norm, fp32", lambda d: 4, "sequence"),
     OpRow(
         "second norm's output, input of router and shared experts",
@@ -301,34 +302,58 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile:
 def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, float, float]:
     """Return the peak in the backward of one layer, in addition to its saved activations: recomputed, and gradients.
 
-    Third, the bytes of its activation's outputs if these are freed at the peak: their gradients replace them.
+    Third, the bytes of activations that are freed at the peak: gradients replace them.
 
-    It is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of its
-    activation; the inner values themselves are freed by then. Attention is recomputed, and its buffers are allocated,
-    after the block's values are freed.
+    It is in the feed-forward block: at its activation (gradients of the residual stream, of the block's output and of
+    the inputs of its activation; the inner values themselves are freed by then), at its down projection before or at
+    its input projections after that. Attention is recomputed, and its buffers are allocated, after the block's values
+    are freed.
 
     Args:
         d: the layer's dimensions.
         attention: bytes that are recomputed for attention.
         ffn: bytes that are recomputed for the feed-forward block.
     """
+    values = d.saved_activation_inputs + 1
     if d.experts:
         routed = d.expert_rows * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
         inner = routed / d.sequence_shards + d.activation_gradients * d.shared_ffn_width
-        values = d.saved_activation_inputs + 1
         outputs = d.expert_rows * d.expert_ffn_width / d.sequence_shards + d.shared_ffn_width
         routed = d.summed_rows * d.hidden_size + d.expert_rows * (d.hidden_size + values * d.expert_ffn_width)
         freed = routed / d.sequence_shards + values * d.shared_ffn_width
     else:
         inner = d.activation_gradients * d.ffn_width
         outputs = d.ffn_width
-        freed = (d.saved_activation_inputs + 1) * d.ffn_width
+        freed = values * d.ffn_width
     stream = d.hidden_size / d.sequence_shards + d.hidden_size
     saved_and_freed = max(0.0, d.activation_bytes * (d.hidden_size / d.sequence_shards + freed) - ffn)
     grown = d.attention_buffer_bytes - saved_and_freed
-    in_ffn = (ffn, d.activation_bytes * (stream + inner), d.matmul_input_bytes * outputs)
+    in_activation = (ffn, d.activation_bytes * (stream + inner), d.matmul_input_bytes * outputs)
+    in_down = (ffn, d.activation_bytes * stream + _down_conversions(d), 0.0)
     in_attention = (attention + min(0.0, grown), max(0.0, grown), 0.0)
-    return max(in_ffn, in_attention, key=lambda peak: peak[0] + peak[1])
+    moments = [in_activation, in_down, in_attention]
+    if not d.experts:
+        moments.append((ffn, _input_projection_bytes(d) - d.activation_bytes * freed, d.activation_bytes * freed))
+    return max(moments, key=lambda peak: peak[0] + peak[1])
+
+
+def _down_conversions(d: LayerDims) -> float:
+    """Return the bytes of the down projection's backward that are in fp32, and of the gradient that it returns.
+
+    The grouped matmuls of routed experts convert nothing.
+    """
+    width = d.shared_ffn_width if d.experts else d.ffn_width
+    return _FP32_BYTES * d.hidden_size + (_FP32_BYTES + d.activation_bytes) * width if d.fp32_matmuls else 0.0
+
+
+def _input_projection_bytes(d: LayerDims) -> float:
+    """Return the gradients and buffers in the backward of a dense block's projections of its input: (gate and) up."""
+    whole, converted = d.input_gradient_buffers, 0.0
+    if d.fp32_matmuls:
+        whole -= d.sequence_shards > 1  # freed before the operands of the weights' gradients are converted
+        converted = _FP32_BYTES * (d.hidden_size + d.ffn_width)
+    stream = d.hidden_size / d.sequence_shards + whole * d.hidden_size
+    return d.activation_bytes * (stream + d.input_projections * d.ffn_width) + converted
 
 
 def _sequence_shards(row: OpRow, dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:

@@ -19,8 +19,11 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from megalaunch.engine.simulate import deep_plan as deep
 from megalaunch.engine.simulate.deep_plan import deep_plan
+from megalaunch.engine.simulate.gpu_ops import CPU_KERNELS
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
+from megalaunch.kernels import matmul
+from megalaunch.kernels.forms import use_kernel_forms
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec, with_values
@@ -251,6 +254,14 @@ def test_a_transfer_s_phase_is_not_that_of_a_later_one_at_the_same_address():
     phases.tag_p2p([SimpleNamespace(tensor=tensor)], "forward")
     with phases.phase_scope("optimizer"):
         assert [phases.p2p_phase(tensor), phases.p2p_phase(tensor)] == ["forward", "optimizer"]
+
+
+def test_a_simulated_cpu_has_no_bf16_instructions(monkeypatch):
+    monkeypatch.setattr(matmul, "_unit", lambda: "AMX")
+    x = torch.empty(64, 8, dtype=torch.bfloat16)
+    assert not matmul.use_fp32_matmul(x)
+    with use_kernel_forms(CPU_KERNELS):
+        assert matmul.use_fp32_matmul(x)
 
 
 def test_what_cannot_be_planned_is_refused():

@@ -55,6 +55,7 @@ OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
 ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
+NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the projections of the block's input
 WINDOW = "model.sliding_window=512"
 PACKED = "data.reset_attention_mask=true"
 SOFT_CAP = "model.attn_logit_softcapping=30"
@@ -210,6 +211,7 @@ CASES = [
     Case("zero3hsdp2", 4, (16, 2, 2048), LOSS),
     Case("tp4", 4, (4, 2, 2048), LOSS),
     Case("tp4sp", 4, (4, 2, 2048), LAYER, (FEW_WORDS,)),
+    Case("tp4sp", 4, (4, 2, 2048), LAYER, NARROW),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_comm_type=allgather")),
     Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_comm_type=a2a",)),
@@ -263,6 +265,7 @@ CASES += [
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, MATH),
     _on_processors("tp2", 2, (8, 4, 512), LOSS),
     _on_processors("tp2sp", 2, (8, 4, 512), LOSS),
+    _on_processors("tp4sp", 4, (8, 4, 512), LAYER, *NARROW),
     _on_processors("zero3", 2, (8, 4, 512), LAYER, FEW_WORDS),
     _on_processors("cp2", 2, (4, 4, 512), LOSS),
     _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, "parallel.cp_comm_type=a2a"),
@@ -271,6 +274,12 @@ CASES += [
     _on_processors("pp3", 3, (6, 2, 512), LAYER, FEW_WORDS),
     Case("dp", 1, (4, 4, 512), LAYER, (FEW_WORDS,), platform="cpu"),
     Case("zero1", 2, (2, 1, 256), GRAD_REDUCE, (FEW_WORDS,), platform="cpu"),
+    # Matmuls convert to fp32: those of the down projection, or those of the weights' gradients of a narrow block.
+    Case("tp2pp2sp", 4, (8, 4, 512), LAYER, (FEW_WORDS, "model.num_layers=4"), platform="cpu"),
+    Case("tp4sp", 4, (8, 4, 512), LAYER, NARROW, platform="cpu"),
+    # Those of the head. With MTP the logits of pending microbatches are in fp32 alone.
+    Case("zero3", 2, (4, 2, 512), LOSS, ("model.hidden_size=512", "model.ffn_hidden_size=1408"), platform="cpu"),
+    Case("pp3", 3, (6, 2, 512), LOSS, ("parallel.schedule=gpipe", "model.mtp.num_layers=1"), rank=2, platform="cpu"),
 ]
 
 EXPERTS = ("model=mixtral_8x7b", *LLAMA[1:7], FEW_WORDS)

@@ -45,6 +45,7 @@ SHAPES = (
     ("model.ffn_hidden_size=96", "model.hidden_size=96", "model.head_dim=16"),
     ("model.qk_norm=full",),
     ("model.qk_norm=head",),
+    ("model.parallel_residual=true",),
 )
 LATENT_SHAPES = (
     ("model.mla.kv_lora_rank=24", "model.mla.q_lora_rank=40", *HEADS),
