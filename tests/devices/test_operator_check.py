@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from installed_package import install_package
 from txda_device import build_txda
-from warm_process import COLD_MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH, MEGALAUNCH
 
 PLUGIN = """
 from megalaunch.platform.overrides import Override
@@ -23,7 +23,6 @@ WRONG_CLASS = (
     Override("engine.model.attention.attention.Attention", "vendor.modules:OtherAttention", "txda"),
 )
 ON_ONE_THREAD = (Override("kernels.swiglu.swiglu", "vendor.norm:on_one_thread", "txda"),)
-NONE = ()
 """
 NORM = """
 import threading
@@ -78,11 +77,11 @@ def normalize(self, x):
 """
 
 
-def check(folder: Path, entry: str, platform: str = "txda") -> subprocess.CompletedProcess[str]:
+def check(folder: Path, entry: str) -> subprocess.CompletedProcess[str]:
     files = {"vendor/plugin.py": PLUGIN, "vendor/norm.py": NORM, "vendor/modules.py": MODULES}
     install_package(folder, files, {"megalaunch.overrides": {"vendor": f"vendor.plugin:{entry}"}})
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{build_txda()}"}
-    command = [*COLD_MEGALAUNCH, "platform", "check", platform]
+    command = [*COLD_MEGALAUNCH, "platform", "check", "txda"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -132,7 +131,8 @@ def test_a_wrong_override_is_named(tmp_path, entry, named):
         pytest.param("nowhere", "no platform has torch's device type", marks=pytest.mark.release),
     ],
 )
-def test_a_platform_that_is_not_here_is_an_error(tmp_path, platform, message):
-    done = check(tmp_path, "NONE", platform)
+def test_a_platform_that_is_not_here_is_an_error(platform, message):
+    command = [*MEGALAUNCH, "platform", "check", platform]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert message in done.stderr

@@ -130,10 +130,20 @@ def run_each(site: Path, folder: Path, *commands: list[str]) -> list[str]:
     return [said for _, said in answers]
 
 
-@pytest.mark.slow
-def test_the_planner_and_the_checker_know_it(site, tmp_path):
+@pytest.fixture(scope="module")
+def said(site, tmp_path_factory) -> list[str]:
+    """What the planner says of the platform and of the chip, then the checker, the operators' check and the doctor.
+
+    One process says all of it: each start imports torch and the device, which takes seconds of a core.
+    """
     plans = [["plan", "recipe=llama3_8b", f"platform={option}"] for option in ("warp", "warp9")]
-    *planned, checked = run_each(site, tmp_path, *plans, ["validate-config", *SMALL, "platform=warp", "--json"])
+    checks = [["validate-config", *SMALL, "platform=warp", "--json"], ["platform", "check"], ["doctor", "--all"]]
+    return run_each(site, tmp_path_factory.mktemp("said"), *plans, *checks)
+
+
+@pytest.mark.slow
+def test_the_planner_and_the_checker_know_it(said):
+    *planned, checked, _, _ = said
     for plan in planned:
         assert "x 8 warp9" in plan or "x 1 warp9" in plan
         assert "overrides  kernels.swiglu.swiglu by vendor.activations:swiglu (vendor 1.0); engine.model" in plan
@@ -167,8 +177,8 @@ def test_it_trains_as_a_cpu_does(site, tmp_path):
 
 
 @pytest.mark.slow
-def test_its_operators_are_checked_and_its_devices_reported(site, tmp_path):
-    operators, report = run_each(site, tmp_path, ["platform", "check"], ["doctor", "--all"])
+def test_its_operators_are_checked_and_its_devices_reported(said):
+    *_, operators, report = said
     assert operators.endswith("all are right\n")
     assert "x warp9" in report
     assert "engine.model.layers.Norm, overridden" in report
