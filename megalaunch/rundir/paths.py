@@ -158,6 +158,10 @@ class RunDirectory:
         """What ssh says while lost hosts are asked whether they are back."""
         return self.logs / "lost_hosts.log"
 
+    def spare_log(self, host: str) -> Path:
+        """What ssh says while a spare host is checked."""
+        return self.logs / f"spare_{host}.log"
+
     @property
     def final_code(self) -> Path:
         """The exit code of a launcher that no restart cures, until the batch script has read it."""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.launchers.attached.node import HeldNode
-from megalaunch.launchers.attached.remote_agent import greeting
+from megalaunch.launchers.attached.remote_agent import NodeOrder, greeting
 from megalaunch.launchers.ssh.host_list import HostList
 from megalaunch.launchers.ssh.lost_hosts import LostHosts
 from megalaunch.rundir.paths import RunDirectory
@@ -152,7 +152,7 @@ class _Answering(HeldNode):
         self._version = version
 
     def poll(self):
-        self.said["greeting"] = {**greeting(), "megalaunch": self._version}
+        self.said |= {"greeting": {**greeting(), "megalaunch": self._version}, "exit": 0}
 
     def end_lease(self): ...
     def wait(self):
@@ -171,7 +171,7 @@ def test_a_host_that_is_lost_again_and_again_or_has_other_code_stays_out():
         asked.append(host)
         return _Answering(host, "other" if host == "old" else greeting()["megalaunch"])
 
-    lost = LostHosts(connect)
+    lost = LostHosts(connect, NodeOrder((), {}, "", "", ""))
     lost.add("old")
     for _ in range(5):
         lost.add("b")

@@ -86,9 +86,10 @@ def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(
 
 @pytest.mark.slow
 def test_a_spare_host_trains_in_place_of_one_that_failed_the_preflight(hosts, tmp_path):
-    overrides = overrides_of(tmp_path, *hosts, "launcher.ssh.hosts=[node0,no_interface,node1]", "train.steps=3")
+    overrides = overrides_of(tmp_path, *hosts, "launcher.ssh.hosts=[node0,no_interface,closed,node1]", "train.steps=3")
     code, output = call(tmp_path, "train", *overrides)
     assert code == 0, output
+    assert "warning: the spare host closed is not reached: ssh: connect to host 127.0.0.3 port" in output
     assert "node 1 moves from no_interface to the spare host node1\n" in output
     assert "restart 1: 1 of 2 nodes failed the preflight: node 1" in output
     assert "finished all 3 steps" in output

@@ -140,6 +140,14 @@ def test_a_node_tells_the_exit_code_of_its_command(tmp_path):
     assert "absent" in (tmp_path / "node_1.log").read_text()
 
 
+def test_a_node_that_is_only_checked_runs_nothing(tmp_path):
+    there = node(tmp_path)
+    there.send(order_of(tmp_path))
+    wait_until(lambda: there.poll() or there.ended, 30)
+    there.poll()
+    assert (there.exit_code, "started" in there.said, there.wait()) == (0, False, True)
+
+
 def test_a_lease_that_ends_kills_the_command(tmp_path):
     run = RunDirectory(tmp_path)
     run.logs.mkdir()
@@ -323,6 +331,29 @@ def test_a_spare_host_takes_the_place_of_one_that_failed_the_preflight(ssh, tmp_
     assert moves_of(run) == ["node 1 moves from b to the spare host c"] * attempts
     told = [json.loads(line) for line in run.events.read_text().splitlines()] if attempts else []
     assert [event["reason"] for event in told if event["event"] == "restart"] == [reason] * attempts
+
+
+@pytest.mark.slow
+def test_a_spare_host_that_could_take_no_part_is_named_at_the_start_and_comes_last(ssh, tmp_path, monkeypatch):
+    monkeypatch.setattr(attached_job, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(attached_job, "_FAILED_SECONDS", 0.2)
+    run = RunDirectory(tmp_path / "run")
+    refusing = playing_hosts(3).replace('{"exit": 0}', '{"refused": "does not share the run directory"}')
+    *started, _ = playing_hosts(5).split("; ")
+    told = " && ".join(f"grep -qs 'warning: the spare host {host}' {run.events}" for host in "cd")
+    lost = "; ".join([*started, f"until {told}", "do sleep 0.05", "done", "exit 1"])
+    trains = "; ".join([*started, "cat > /dev/null"])  # until its lease ends
+    spares = on_host("c", UNREACHED, on_host("d", refusing, playing_hosts(5)))
+    ssh(on_host("me@a", trains, on_host("b", lost, spares)))
+    train(tmp_path, "launcher.ssh.hosts=[me@a,b,c,d,e]", "launcher.max_restarts=1")
+    *warnings, moved = moves_of(run)[:3]
+    unreached = "check its name in launcher.ssh.hosts, and its address and port in the configuration of ssh"
+    unshared = "type the command in a directory, and with a run.directory, that all hosts share"
+    assert set(warnings) == {
+        f"warning: the spare host c is not reached: connect to host: No route to host: {unreached}",
+        f"warning: the spare host d does not share the run directory: {unshared}",
+    }
+    assert moved.endswith("to the spare host e")
 
 
 def test_a_dry_run_names_the_spare_hosts(ssh, tmp_path):

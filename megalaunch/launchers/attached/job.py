@@ -71,7 +71,7 @@ def _wait_for(record: str, nodes: Sequence[HeldNode], deadline: float, given_up:
         for node in nodes:
             over = node.ended
             node.poll()
-            error = _failure(node, record, over)
+            error = start_failure(node, record, over)
             if error is not None and node.node not in failed:
                 failed[node.node] = error
                 deadline = min(deadline, time.monotonic() + _FAILED_SECONDS)
@@ -84,7 +84,7 @@ def _wait_for(record: str, nodes: Sequence[HeldNode], deadline: float, given_up:
     _raise_all(failed.values(), len(nodes))
 
 
-def _failure(node: HeldNode, record: str, over: bool) -> NodeError | None:
+def start_failure(node: HeldNode, record: str, over: bool) -> NodeError | None:
     """Return why a node will not say a record; None if it has said it, or may."""
     if "refused" in node.said:
         fix = "type the command in a directory, and with a run.directory, that all hosts share"
@@ -155,6 +155,10 @@ class NodeStarter(ABC):
     def leave_out(self, nodes: Sequence[int], reason: str) -> bool:
         """Leave these nodes out from the next start on; return whether the job may continue on fewer."""
         return False
+
+    def poll(self) -> None:
+        """Read what hosts say that take no part; called several times a second while nodes run."""
+        return
 
     def ask_lost(self) -> None:
         """Ask nodes that were lost whether they are back, without waiting: `returned` tells it."""
@@ -270,6 +274,7 @@ class AttachedJob:
                     on_purpose = node.exit_code in NOT_RESTARTED
                     deadline = time.monotonic() + (_SAME_END_SECONDS if on_purpose else _FAILED_SECONDS)
             self._read_events()
+            self._starter.poll()
             self._returned = self._returned or self._starter.returned()
             if (self._stop.is_set() or self._stragglers or self._returned) and not told:
                 told = True

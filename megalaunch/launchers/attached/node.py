@@ -25,6 +25,10 @@ class NodeError(LauncherError):
         super().__init__(message, fix)
         self.nodes = nodes
 
+    def of_host(self, host: str) -> str:
+        """Return the message of one node with its host alone, for a host that is no node of the run."""
+        return f"{host}{str(self).partition(f'({host})')[2]}"
+
 
 def join_errors(errors: Sequence[NodeError], number_of_nodes: int) -> NodeError:
     """Return one error for those of several nodes, in the order of the nodes."""

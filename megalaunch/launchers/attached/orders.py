@@ -35,6 +35,11 @@ def node_orders(
     ]
 
 
+def check_order(job: Job, shared_text: str) -> NodeOrder:
+    """Return an order to look for the files of a run, and to run nothing."""
+    return NodeOrder((), {}, str(job.working_directory), str(RunDirectory(job.directory).job), shared_text)
+
+
 def copied_variables(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
     """Return the variables whose names fit one of the patterns."""
     return {name: value for name, value in environment.items() if any(fnmatchcase(name, p) for p in patterns)}

@@ -37,7 +37,7 @@ class NodeOrder:
     """What one node runs.
 
     Attributes:
-        arguments: of `megalaunch`.
+        arguments: of `megalaunch`; none: only check the host.
         environment: variables added to those of the host.
         working_directory: absolute.
         shared_file: a file of the run directory, absolute.
@@ -95,6 +95,9 @@ def main() -> int:
     if reason is not None:
         tell(refused=reason)
         return 1
+    if not order.arguments:
+        tell(exit=0)
+        return 0
     os.chdir(order.working_directory)
     command = [sys.executable, "-m", "megalaunch", *order.arguments]
     agent = Agent(command, {**os.environ, **order.environment}, None)

@@ -23,6 +23,11 @@ class HostList:
         self._sizes = sorted({nodes, *fewer}, reverse=True)
         self._first_stays = first_stays
 
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """The spare hosts, in the order in which they take places."""
+        return tuple(self._spares)
+
     def can_replace(self, nodes: Sequence[int]) -> bool:
         """Return whether spare hosts can take the places of these nodes."""
         return len(nodes) <= len(self._spares) and not self._is_first_lost(nodes)
@@ -31,6 +36,10 @@ class HostList:
         """Let a spare host take the place of a node, for which there is one; return its name."""
         self.active[node] = self._spares.pop(0)
         return self.active[node]
+
+    def put_last(self, host: str) -> None:
+        """Let a spare host take the place of a node only after the other spare ones."""
+        self._spares.sort(key=lambda spare: spare == host)
 
     def leave_out(self, nodes: Sequence[int]) -> bool:
         """Leave out the hosts of these nodes; False, and no change, if the run may not continue on what is left."""

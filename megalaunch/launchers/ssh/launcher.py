@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from megalaunch.launchers.attached.job import NodeStarter, are_back, start_nodes
 from megalaunch.launchers.attached.launcher import AttachedLauncher
 from megalaunch.launchers.attached.node import HeldNode, NodeError
-from megalaunch.launchers.attached.orders import copied_variables
+from megalaunch.launchers.attached.orders import check_order, copied_variables
 from megalaunch.launchers.launcher import Job
 from megalaunch.launchers.ssh.commands import shown_plan, ssh_commands, ssh_orders
 from megalaunch.launchers.ssh.connection import Connection
 from megalaunch.launchers.ssh.host_list import HostList
 from megalaunch.launchers.ssh.lost_hosts import LostHosts
+from megalaunch.launchers.ssh.spare_hosts import SpareHosts
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.ssh import SshSpec
@@ -41,16 +44,22 @@ class _Hosts(NodeStarter):
     def __init__(self, job: Job, settings: SshSpec, shared_text: str) -> None:
         self._job, self._shared_text, self._settings = job, shared_text, settings
         self._hosts = HostList(settings.hosts, job.nodes, job.fewer, settings.master_addr is not None)
-        self._lost = LostHosts(self._ask)
         self._directory = RunDirectory(job.directory)
+        check = check_order(job, shared_text)
+        self._lost = LostHosts(lambda host: self._ask(host, self._directory.lost_hosts_log), check)
+        self._spare = SpareHosts(lambda host: self._ask(host, self._directory.spare_log(host)), check, self._warn)
 
     def start(self, attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
         """Connect to the hosts, with a spare one in place of one that cannot take part, or without it."""
+        self._spare.close()  # no check outlives the attempt in which it began
         if self._is_short:
             self._take_back(given_up)
         while True:
             try:
-                return self._connect(attempt, given_up)
+                nodes = self._connect(attempt, given_up)
+                if attempt == 0:
+                    self._spare.check(self._hosts.spares)
+                return nodes
             except NodeError as error:
                 if given_up() or not self._do_without(error):
                     raise
@@ -110,9 +119,19 @@ class _Hosts(NodeStarter):
         back = self._lost.back()
         return back if back and self._hosts.grows_by(len(back)) else ()
 
+    def poll(self) -> None:
+        """Read what spare hosts answer."""
+        self._spare.poll()
+
     def close(self) -> None:
-        """End what asks lost hosts."""
+        """End what asks lost and spare hosts."""
         self._lost.close()
+        self._spare.close()
+
+    def _warn(self, host: str, message: str) -> None:
+        self._hosts.put_last(host)
+        with suppress(OSError):  # a full disk must not end a run that needs no spare host
+            record_event(self._directory, "note", message=message)
 
     def _record_change(self, reason: str) -> None:
         hosts, wanted = self._hosts.active, self._job.nodes
@@ -120,9 +139,9 @@ class _Hosts(NodeStarter):
             self._directory, "nodes_changed", nodes=len(hosts), wanted=wanted, hosts=list(hosts), reason=reason
         )
 
-    def _ask(self, host: str) -> Connection:
+    def _ask(self, host: str, log: Path) -> Connection:
         (command,) = ssh_commands(self._job.settings, [host])
-        return Connection(self._settings.hosts.index(host), host, command, self._directory.lost_hosts_log)
+        return Connection(self._settings.hosts.index(host), host, command, log)
 
     def _connect(self, attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
         hosts, copied = self._hosts.active, copied_variables(os.environ, self._settings.environment)

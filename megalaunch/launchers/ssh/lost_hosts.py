@@ -5,28 +5,27 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 
-from megalaunch.launchers.attached.job import end_nodes
 from megalaunch.launchers.attached.node import HeldNode
-from megalaunch.launchers.launcher import LauncherError
+from megalaunch.launchers.attached.remote_agent import NodeOrder
+from megalaunch.launchers.ssh.asked_hosts import AskedHosts
 
 _RETURNS = 3  # of one host; one that is lost again and again would stop the run each time
 _POLL_SECONDS = 0.1
 
 
 class LostHosts:
-    """Starts an agent on each lost host; one whose agent greets is back. The agent ends at once, without an order.
+    """Asks lost hosts; one is back if it could take part again.
 
     Args:
-        connect: starts the agent on a host.
+        connect: starts an agent on a host.
+        order: of an agent that only checks its host.
     """
 
-    def __init__(self, connect: Callable[[str], HeldNode]) -> None:
-        self._connect = connect
+    def __init__(self, connect: Callable[[str], HeldNode], order: NodeOrder) -> None:
+        self._asked = AskedHosts(connect, order)
         self._lost: list[str] = []
         self._times: Counter[str] = Counter()
-        self._asked: dict[str, HeldNode] = {}
         self._back: list[str] = []
 
     def add(self, host: str) -> None:
@@ -38,23 +37,14 @@ class LostHosts:
     def ask(self) -> None:
         """Ask all lost hosts, without waiting for an answer."""
         for host in self._lost:
-            if host not in self._asked:
-                with suppress(LauncherError, OSError):  # no ssh any more, or a full disk: the next start names it
-                    self._asked[host] = self._connect(host)
+            self._asked.ask(host)
 
     def back(self) -> tuple[str, ...]:
         """Read the answers so far; return the hosts that are back."""
-        for host, node in list(self._asked.items()):
-            over = node.ended
-            node.poll()
-            if "greeting" in node.said:
-                node.end_lease()
-            if over:
-                node.wait()
-                del self._asked[host]
-                if "greeting" in node.said and node.other_code() is None:
-                    self._lost.remove(host)
-                    self._back.append(host)
+        for host, error in self._asked.answers():
+            if error is None:
+                self._lost.remove(host)
+                self._back.append(host)
         return tuple(self._back)
 
     def take_back(self, seconds: float, given_up: Callable[[], bool]) -> tuple[str, ...]:
@@ -62,7 +52,7 @@ class LostHosts:
         self.ask()
         deadline = time.monotonic() + seconds
         back = self.back()
-        while self._asked and time.monotonic() < deadline and not given_up():
+        while self._asked.waits and time.monotonic() < deadline and not given_up():
             time.sleep(_POLL_SECONDS)
             back = self.back()
         self._back.clear()
@@ -70,5 +60,4 @@ class LostHosts:
 
     def close(self) -> None:
         """End what asks the hosts."""
-        end_nodes(list(self._asked.values()))
-        self._asked.clear()
+        self._asked.close()
