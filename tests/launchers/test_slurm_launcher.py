@@ -17,6 +17,7 @@ from megalaunch.cli.app import app
 from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import read_record
 from megalaunch.launchers.select_launcher import select_launcher
+from megalaunch.launchers.slurm import commands
 from megalaunch.launchers.slurm.commands import job_status, submit_script
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line
@@ -38,6 +39,18 @@ def call(*arguments):
 
 def train(folder, *more):
     return call("train", *tiny_overrides(folder, "launcher=slurm", "cluster.nodes=2", *more))
+
+
+def test_a_job_whose_record_cannot_be_written_is_cancelled(slurm, tmp_path, monkeypatch):
+    """Nothing would show it, nor stop it: the same command would submit another."""
+
+    def write_record(path, record):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(commands, "write_record", write_record)
+    done = train(tmp_path)
+    assert done.exit_code != 0
+    assert slurm.calls[-1] == ["scancel", "12"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from fake_slurm import FakeSlurm
 from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import read_record
 from megalaunch.launchers.select_launcher import select_launcher, select_task_launcher
+from megalaunch.launchers.slurm import commands
 from megalaunch.launchers.tasks import TaskSet
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.launcher import LauncherSpec
@@ -82,6 +83,16 @@ def test_an_array_without_its_final_job_is_cancelled(slurm, tasks):
         submit(tasks)
     assert slurm.calls[-1] == ["scancel", "12"]
     assert not RunDirectory(tasks.directory).job.exists()
+
+
+def test_tasks_whose_record_cannot_be_written_are_cancelled(slurm, tasks, monkeypatch):
+    def write_record(path, record):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(commands, "write_record", write_record)
+    with pytest.raises(OSError, match="No space"):
+        submit(tasks)
+    assert slurm.calls[-1] == ["scancel", "12", "13"]
 
 
 def shown(*states):

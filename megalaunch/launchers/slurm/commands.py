@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalaunch.launchers.launcher import JobStatus, LauncherError, Phase
+from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.rundir.paths import RunDirectory
 
 _TIMEOUT = 60.0  # seconds; a busy controller answers late
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -54,6 +56,20 @@ def submit_script(script: Path, *options: str) -> int:
     if not number.isdecimal():
         raise LauncherError(f"sbatch answered {answer.strip()!r} in place of a job's number")
     return int(number)
+
+
+def write_or_cancel(directory: RunDirectory, record: JobRecord) -> None:
+    """Write the record of jobs that were submitted; cancel them if that fails, as nothing would show or stop them.
+
+    Raises:
+        OSError: the record cannot be written.
+        LauncherError: the jobs cannot be cancelled either.
+    """
+    try:
+        write_record(directory.job, record)
+    except BaseException:
+        slurm_command("scancel", *dict.fromkeys(str(number) for number in (record.id, record.final) if number))
+        raise
 
 
 def job_status(number: int) -> JobStatus:

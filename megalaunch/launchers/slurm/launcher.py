@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.launchers.launcher import Job, JobStatus
-from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.launchers.record import JobRecord
 from megalaunch.launchers.slurm.batch_script import OUTPUT, batch_script
-from megalaunch.launchers.slurm.commands import check_script, job_status, slurm_command, submit_script
+from megalaunch.launchers.slurm.commands import check_script, job_status, slurm_command, submit_script, write_or_cancel
 from megalaunch.launchers.slurm.srun_lines import stop_signal, takes_stop
 from megalaunch.launchers.slurm.tasks import stop_tasks, tasks_output, tasks_status
 from megalaunch.rundir.paths import RunDirectory
@@ -38,7 +38,7 @@ class SlurmLauncher:
         host, output = socket.gethostname(), str(directory.logs / OUTPUT.replace("%j", str(number)))
         stop = ("--batch", f"--signal={stop_signal(job.settings.slurm)}") if takes_stop(job) else ()
         record = JobRecord("slurm", number, job.name, job.nodes, time.time(), host, output, options=stop)
-        write_record(directory.job, record)
+        write_or_cancel(directory, record)
         return record
 
     def status(self, record: JobRecord) -> JobStatus:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.launchers.launcher import JobStatus
-from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.launchers.record import JobRecord
 from megalaunch.launchers.slurm.batch_script import OUTPUT, command, script_text
 from megalaunch.launchers.slurm.commands import (
     check_script,
@@ -20,6 +20,7 @@ from megalaunch.launchers.slurm.commands import (
     shown_jobs,
     slurm_command,
     submit_script,
+    write_or_cancel,
 )
 from megalaunch.launchers.tasks import TaskSet, task_number
 from megalaunch.rundir.paths import RunDirectory
@@ -112,7 +113,7 @@ def _record(tasks: TaskSet, directory: RunDirectory, number: int, final: int) ->
     host, output = socket.gethostname(), str(directory.logs / pattern)
     count = len(tasks.numbers)
     record = JobRecord("slurm", number, tasks.name, 1, time.time(), host, output, tasks=count, final=final)
-    write_record(directory.job, record)
+    write_or_cancel(directory, record)
     return record
 
 
