@@ -80,6 +80,7 @@ class _Pool:
         self._copied = copied_variables(os.environ, tasks.settings.ssh.environment)
         self._waiting = deque(_Waiting(number) for number in tasks.numbers)
         self._free = list(range(len(self._commands)))
+        self._proven: set[int] = set()  # hosts that have run a task
         self._complete = 0
         self.running: dict[int, _Running] = {}
 
@@ -109,27 +110,28 @@ class _Pool:
             self.running[host] = _Running(task, connection, now + settings.connect_timeout + _START_SECONDS)
 
     def _poll(self, host: int) -> FailedTask | None:
-        """Read what a host says; return its task if it has failed. Raises LauncherError if the host cannot start."""
+        """Read what a host says; return its task if it has failed.
+
+        Raises:
+            LauncherError: a host that has not run a task cannot start; one that has is lost.
+        """
         running = self.running[host]
         connection, over = running.connection, running.connection.ended
         connection.poll()
-        if "refused" in connection.said:
-            raise LauncherError(
-                f"{connection} {connection.said['refused']}", "type the command in a directory that all hosts share"
-            )
+        error = _start_failure(running, over)
+        if error is not None and host not in self._proven:
+            raise error
+        if error is not None:
+            return self._end(host, running, str(error))
         if "greeting" in connection.said and not running.ordered:
-            if (other_code := connection.other_code()) is not None:
-                raise other_code
             connection.send(_order(self._tasks, running.task.number, self._copied, self._text))
             running.ordered = True
-        if over and "greeting" not in connection.said:
-            raise connection.failure()
-        if "started" not in connection.said and time.monotonic() > running.deadline:
-            raise LauncherError(f"{connection} does not answer", "see whether its processors are busy")
-        return self._end(host, running) if over else None
+        if "started" in connection.said:
+            self._proven.add(host)
+        return self._end(host, running, f"{connection} was lost") if over else None
 
-    def _end(self, host: int, running: _Running) -> FailedTask | None:
-        """Free the host of a task that has ended; run the task again if it or the host was lost."""
+    def _end(self, host: int, running: _Running, lost: str) -> FailedTask | None:
+        """Free the host of a task that has ended; run the task again if it or the host was lost, and say how."""
         del self.running[host]
         connection, task, code = running.connection, running.task, running.connection.exit_code
         connection.wait()
@@ -144,12 +146,27 @@ class _Pool:
             self._free.append(host)
         if code is not None and (code > 0 or task.attempt == ATTEMPTS):
             return FailedTask(number, code, self._directory.task_log(number))
-        lost = f"{connection} was lost" if code is None else f"its process was killed by signal {-code}"
-        self._note(f"task {number} is run again: {lost}")
+        reason = lost if code is None else f"its process was killed by signal {-code}"
+        self._note(f"task {number} is run again: {reason}")
         pause = LEASE_SECONDS if code is None else 0.0
         attempt = task.attempt + (code is not None)  # a lost host gets no further task, so that these end
         self._waiting.append(_Waiting(number, attempt, time.monotonic() + pause))
         return None
+
+
+def _start_failure(running: _Running, over: bool) -> LauncherError | None:
+    """Return why a host does not start its task; None if it has, or may."""
+    connection = running.connection
+    if "refused" in connection.said:
+        fix = "type the command in a directory that all hosts share"
+        return LauncherError(f"{connection} {connection.said['refused']}", fix)
+    if "greeting" in connection.said and (other_code := connection.other_code()) is not None:
+        return other_code
+    if over and "greeting" not in connection.said:
+        return connection.failure()
+    if "started" not in connection.said and time.monotonic() > running.deadline:
+        return LauncherError(f"{connection} does not answer", "see whether its processors are busy")
+    return None
 
 
 def _order(tasks: TaskSet, number: int, copied: dict[str, str], shared_text: str) -> NodeOrder:
