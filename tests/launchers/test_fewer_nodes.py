@@ -11,11 +11,15 @@ from training import tiny_overrides
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.node import HeldNode, NodeError
 from megalaunch.launchers.attached.remote_agent import NodeOrder, greeting
+from megalaunch.launchers.launcher import Job
+from megalaunch.launchers.ssh import launcher
 from megalaunch.launchers.ssh.host_list import HostList
 from megalaunch.launchers.ssh.lost_hosts import LostHosts
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema.launcher import LauncherSpec
+from megalaunch.schema.ssh import SshSpec
 
 
 @pytest.fixture
@@ -178,3 +182,29 @@ def test_a_host_that_is_lost_again_and_again_or_has_other_code_stays_out():
         if not lost.take_back(1.0, lambda: False):
             break
     assert asked == ["old", "b"] * 3 + ["old"]
+
+
+def test_a_host_that_is_back_is_a_spare_one_again_when_no_other_is_left(tmp_path, monkeypatch):
+    RunDirectory(tmp_path).logs.mkdir()
+    down = {"b"}
+
+    def connect(hosts, attempt, given_up):
+        active = hosts._hosts.active
+        failed = tuple(node for node, host in enumerate(active) if host in down)
+        if failed:
+            raise NodeError("is not reached", "", failed)
+        return list(active)
+
+    monkeypatch.setattr(launcher._Hosts, "_connect", connect)
+    version = greeting()["megalaunch"]
+    monkeypatch.setattr(
+        launcher._Hosts, "_ask", lambda hosts, host, log: _Answering(host, "none" if host in down else version)
+    )
+    job = Job("run", 2, 1, (), tmp_path, tmp_path, LauncherSpec())
+    hosts = launcher._Hosts(job, SshSpec(hosts=("a", "b", "c")), "")
+    assert hosts.start(0, lambda: False) == ["a", "c"]
+    down.add("c")
+    with pytest.raises(NodeError):
+        hosts.start(1, lambda: False)
+    down.remove("b")
+    assert hosts.start(2, lambda: False) == ["a", "b"]

@@ -61,7 +61,7 @@ class _Hosts(NodeStarter):
                     self._spare.check(self._hosts.spares)
                 return nodes
             except NodeError as error:
-                if given_up() or not self._do_without(error):
+                if given_up() or not self._do_without(error, given_up):
                     raise
 
     @property
@@ -69,16 +69,18 @@ class _Hosts(NodeStarter):
         return len(self._hosts.active) < self._job.nodes
 
     def _take_back(self, given_up: Callable[[], bool]) -> None:
-        """Wait for the answers of lost hosts, and let those that are back take part."""
+        """Wait for the answers of lost hosts, and let those that are back take part, or be spare ones."""
         back = self._lost.take_back(self._settings.connect_timeout + _ANSWER_SECONDS, given_up)
         grows = self._hosts.grows_by(len(back))
         self._hosts.add(back)
         if grows:
             self._record_change(are_back(back))
 
-    def _do_without(self, error: NodeError) -> bool:
+    def _do_without(self, error: NodeError, given_up: Callable[[], bool]) -> bool:
         """Replace or leave out the nodes that could not start; return whether the run may."""
         hosts = [self._hosts.active[node] for node in error.nodes]
+        if not self._is_short and not self._hosts.can_replace(error.nodes):
+            self._take_back(given_up)  # as spare hosts
         if self.replace(error.nodes, may_return=True):
             record_event(self._directory, "note", message=f"it could not start: {error}")
             return True
