@@ -8,7 +8,8 @@ W -= lr * s * orthogonalize(D)
 
 `orthogonalize` needs the whole matrix, while D is sharded by tp, FSDP or etp. With n ranks that share a matrix, n
 matrices are taken at a time: an all-to-all gives each rank a whole one, the next all-to-all returns the shards. So the
-work is distributed, a rank holds one whole matrix at a time, and the update is that of one process.
+work is distributed, a rank holds one whole matrix at a time, and the update is that of one process. Larger matrices
+come first: those taken together are alike, and ranks do not wait for the one with a larger matrix.
 
 Each projection is a matrix of its own (q, k and v are stored apart, gate and up too), and so is each expert's. Routed
 experts that are sharded by expert alone are orthogonalized where they are.
@@ -101,9 +102,18 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def _by_axes(update: Update) -> list[list[ShardedMatrix]]:
-    """Return the matrices of the parameters, those together that the same ranks share; values are the directions."""
+    """Return the matrices of the parameters, those together that the same ranks share, the largest first.
+
+    Their values are the directions.
+    """
     found: dict[tuple[Axis, ...], list[ShardedMatrix]] = {}
     for parameter, gradient in zip(update.parameters, update.gradients, strict=True):
         for matrix in list_matrices(parameter, gradient):
             found.setdefault(matrix.axes, []).append(matrix)
-    return list(found.values())
+    return [sorted(matrices, key=_work, reverse=True) for matrices in found.values()]
+
+
+def _work(matrix: ShardedMatrix) -> int:
+    """Return the multiplications of a Newton-Schulz iteration, up to a factor."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)

@@ -33,7 +33,6 @@ STATEMENTS = (
     Statement("sequence-parallel inputs are all-gathered again in backward, not saved", "Korthikanti et al. 2022"),
     Statement("one receive buffer per microbatch in flight", "plan/memory/in_flight.py"),
     Statement("memory of libraries, NCCL buffers and fragmentation: not counted", "memory.fits warns above 95 %"),
-    Statement("muon: the time of AdamW, without Newton-Schulz iterations", "they are shared by the ranks"),
     Statement("evaluation, checkpoints and failures: no time", "only training steps"),
 )
 

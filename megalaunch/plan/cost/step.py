@@ -20,6 +20,7 @@ from megalaunch.plan.cost.communication import (
     sharding_rounds,
 )
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
+from megalaunch.plan.cost.muon import muon_seconds
 from megalaunch.plan.cost.stacks import Stack, engine_stack
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import sequence_flops
@@ -177,8 +178,8 @@ def step_time(spec: RunSpec, stack: Stack | None = None, chip: ChipFacts | None 
 def _assemble(
     spec: RunSpec, topology: Topology, device: Device, wires: Interconnect, times: list[_RankTime], slowest: int
 ) -> StepTime:
-    worst, microbatches = times[slowest], topology.microbatches
-    chunks = len(chunks_by_rank(spec)[slowest])
+    worst, microbatches, ranks = times[slowest], topology.microbatches, chunks_by_rank(spec)
+    chunks = len(ranks[slowest])
     params = params_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     rounds = sharding_rounds(spec, topology, device.stack, slowest, chunks)
@@ -208,7 +209,8 @@ def _assemble(
         permutation=worst.permutation * microbatches,
         communication=communication,
         bubble=_bubble(spec, times, slowest, chunks),
-        optimizer=_optimizer(spec, topology, params, device),
+        optimizer=_optimizer(spec, topology, params, device)
+        + (muon_seconds(spec, topology, device, wires, ranks[slowest]) if spec.optimizer.name == "muon" else 0.0),
         tokens=spec.batch.global_batch_size * spec.batch.sequence_length,
         world=topology.world,
         flops=flops,

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalaunch.engine.dtensor import to_local_no_grad
-from megalaunch.engine.optimizer.muon import Muon
+from megalaunch.engine.optimizer.muon import Muon, _by_axes
 from megalaunch.engine.optimizer.sharded_matrix import gather_matrices, list_matrices, scatter_matrices
 from megalaunch.engine.optimizer.update_rules import ParameterState, Update
 from megalaunch.schema.optimizer import OptimizerSpec
@@ -69,3 +69,11 @@ def test_shards_become_whole_matrices_and_shards_again():
     found = run_ranks(4, _there_and_back)
     assert all(same for _, same in found)
     assert sorted(index for collected, _ in found for index in collected) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_matrices_that_ranks_take_together_have_the_same_size():
+    shapes = [(8, 8), (2, 8), (8, 32), (32, 8), (2, 8), (8, 8)]
+    tensors = [random(*shape) for shape in shapes]
+    update = Update(tensors, tensors, [ParameterState({}, torch.zeros(())) for _ in tensors], 0.01, 0.1, 1.0)
+    (matrices,) = _by_axes(update)
+    assert [sorted(matrix.shape) for matrix in matrices] == [[8, 32]] * 2 + [[8, 8]] * 2 + [[2, 8]] * 2
