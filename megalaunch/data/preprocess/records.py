@@ -225,7 +225,7 @@ def _value(line: bytes, json_key: str, path: InputPath, number: int) -> Any:
     if b"\0" in line:
         column = line.index(b"\0") + 1
         raise DataError(f"a NUL byte in column {column:,}: the file is damaged", file=path, record=number)
-    record = _parse(decode_utf8(line, path, number), path, number)
+    record = parse_json_line(decode_utf8(line, path, number), path, number)
     if not isinstance(record, dict):
         raise DataError(f"a record is a JSON object, this is {_kind(record)}", file=path, record=number)
     if json_key not in record:
@@ -244,11 +244,13 @@ def find_lone_surrogate(text: str) -> str | None:
     return None
 
 
-def _parse(line: str, path: InputPath, number: int) -> Any:
+def parse_json_line(line: str | bytes, path: InputPath, number: int) -> Any:
+    """Parse a line of a jsonl file; DataError with file, line and cause."""
     try:
         return json.loads(line)
     except ValueError as error:
-        cause = "the line is empty" if not line.strip() else f"no JSON ({error})"
+        where = f"{error.msg}: column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        cause = "the line is empty" if not line.strip() else f"no JSON ({where})"
         raise DataError(cause, file=path, record=number, fix="A jsonl file holds one JSON object a line.") from None
     except RecursionError:
         raise DataError("JSON nested too deeply", file=path, record=number) from None

@@ -112,7 +112,10 @@ def test_long_conversations_are_truncated_and_those_without_an_answer_skipped(ch
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("{", "line 2: no JSON"),
+        (
+            "{",
+            r"line 2: no JSON \(Expecting property name .*: column 2\)\. A jsonl file holds",
+        ),
         ("[]", "line 2: no object, but list"),
         ({"text": "x"}, "line 2: no conversation: a line is"),
         ({"messages": [{"role": "user"}]}, 'line 2: a turn without text under "role" and "content"'),

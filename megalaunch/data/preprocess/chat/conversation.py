@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.records import parse_json_line
 from megalaunch.data.remote_file import InputPath
 
 _ROLES = {
@@ -57,10 +58,7 @@ class Conversation:
 
 def parse_conversation(line: bytes, path: InputPath, number: int) -> Conversation:
     """Parse a conversation from a jsonl line; DataError with file, line and cause."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"no JSON: {error}", file=path, record=number) from None
+    record = parse_json_line(line.rstrip(b"\r\n"), path, number)
     if not isinstance(record, dict):
         raise DataError(f"no object, but {type(record).__name__}", file=path, record=number)
     return conversation(record, path, number)
