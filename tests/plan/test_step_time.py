@@ -316,7 +316,7 @@ def test_depths_of_multi_token_prediction_are_no_last_layers():
     assert {(kind.bf16, kind.mtp) for kind in kinds if kind.bf16 or kind.mtp} == {(True, False), (False, True)}
 
 
-def test_a_small_model_waits_for_the_host():
+def test_a_small_model_waits_for_the_host_unless_its_layers_are_graphs():
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 4}
     overrides = ("model=llama3_8b", *(f"model.{name}={size}" for name, size in sizes.items()), "platform=h100",
                  "model.vocab_size=1024", "cluster.devices_per_node=1", "precision=bf16", "train.steps=1",
@@ -324,6 +324,10 @@ def test_a_small_model_waits_for_the_host():
     found = step_time(resolved(*overrides)[0])
     assert found.launch_overhead > 0.5 * found.total
     assert found.total > 32 * found.stack.launches.value * HOST_LAUNCH.value
+    spec = resolved(*overrides, "train.cuda_graphs=true")[0]
+    replayed = step_time(spec)
+    assert replayed.launch_overhead < found.launch_overhead / 10
+    assert dict(describe_kernels(spec, replayed.stack))["blocks"].endswith("layers replayed as CUDA graphs")
 
 
 def test_more_chunks_of_the_loss_cost_time(seventy):

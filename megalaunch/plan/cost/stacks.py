@@ -260,6 +260,24 @@ ENGINE_WITHOUT_TRITON = replace(
 
 
 def engine_stack(spec: RunSpec) -> Stack:
+    """Return the profile of this engine for a run: its layers launched by operator, or replayed as CUDA graphs."""
+    stack = _launched_stack(spec)
+    return _replayed(stack) if spec.train.cuda_graphs else stack
+
+
+@cache
+def _replayed(stack: Stack) -> Stack:
+    """Return the profile of layers that are replayed as CUDA graphs."""
+    return replace(
+        stack,
+        meaning=f"{stack.meaning}; layers replayed as CUDA graphs",
+        launches=Constant(
+            _LAUNCHES, 4.0, "graphs of two passes, copies of two inputs (engine/parallel/layer_graphs.py)"
+        ),
+    )
+
+
+def _launched_stack(spec: RunSpec) -> Stack:
     """Return the profile of this engine for a run: blocks compiled or eager, or with Transformer Engine's layers."""
     if spec.precision.uses_transformer_engine:
         return ENGINE_TRANSFORMER_ENGINE
