@@ -147,6 +147,10 @@ AGREED = {
     "pp4": ("parallel=pp4", "batch.global_batch_size=16"),
     "tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=12"),
     "tp2pp4vpp2sp": ("parallel=tp2pp4vpp2sp", "batch.global_batch_size=8", "model.num_layers=8"),
+    # The totals are equal and the gradients are not. At the end of a microbatch, embedding and head have no reduced
+    # gradients yet. The planner counts those (525 MB), and so much less in the buffers of their reduction. The
+    # simulation counts the head's unreduced one (1,051 MB): it labels gradients when a phase begins, here that of a
+    # layer's recomputation. The embedding's is a buffer.
     "recompute full": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=full"),
     "recompute selective": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=selective"),
     "loss in chunks, zero3": ("parallel=zero3dp8", "batch.global_batch_size=16", "train.loss_chunks=8"),
