@@ -234,7 +234,7 @@ def test_text_with_nul_bytes_is_refused_as_in_preprocess(tmp_path):
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
-        ("nowhere", "no such corpus. data.corpus takes a file, a folder, a glob or python-stdlib"),
+        ("nowhere", "no such corpus. A corpus is a file, a folder, a glob or python-stdlib"),
         ("nowhere/*.txt", "no file matches this corpus"),
         ("empty", "the folder holds no readable files"),
         ("pipe", "it is neither a regular file nor a directory"),

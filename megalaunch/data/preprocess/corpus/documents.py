@@ -140,7 +140,7 @@ def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus
     Hidden files and directories are left out.
 
     Args:
-        source: value of `data.corpus`.
+        source: value of `data.corpus`, or of `evaluate --data`.
         json_key: key or column of the text.
         split: split of a dataset directory (source_files.py) to read; None: several splits are an error.
 
@@ -154,7 +154,7 @@ def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus
         return Corpus(walk_files(root, _STANDARD_LIBRARY_LEAVES_OUT, ".py"), json_key)
     found = list_files(source)
     if not found:
-        fix = f"data.corpus takes a file, a folder, a glob or {STANDARD_LIBRARY}."
+        fix = f"A corpus is a file, a folder, a glob or {STANDARD_LIBRARY}."
         raise DataError("no such corpus", file=Path(source).expanduser(), fix=fix)
     folder = Path(source).expanduser()
     if folder.is_dir():
