@@ -264,12 +264,12 @@ EVENTS: Mapping[EventName, EventKind] = {
     ),
     "nodes_changed": EventKind(
         _LAUNCHER,
-        "when a run leaves out nodes that were lost, or takes them back (`launcher.min_nodes`)",
+        "when a run leaves out nodes that were lost, or takes them or others again (`launcher.min_nodes`)",
         {
             "nodes": "number of nodes from now on",
             "wanted": "`cluster.nodes`",
             "hosts": "names of their hosts, in the order of the nodes",
-            "reason": "which nodes were lost and how, or are back",
+            "reason": "which nodes were lost and how, or are back; with Ray how many it has or has free",
         },
     ),
     "storage_wait": EventKind(

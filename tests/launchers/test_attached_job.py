@@ -42,7 +42,7 @@ class FaultyStarter(NodeStarter):
     def start(self, attempt, given_up) -> list[HeldNode]:
         return [self.node]
 
-    def returned(self) -> tuple[str, ...]:
+    def returned(self) -> str:
         raise KeyError("nodes")
 
     def close(self) -> None:

@@ -65,7 +65,11 @@ def test_the_check_says_on_how_many_nodes_a_run_continues():
 
 REFUSED = [
     (("launcher.min_nodes=4",), "min_nodes 4 is not below the 4 nodes of the run", "launcher.min_nodes=1"),
-    (("launcher.min_nodes=1", "launcher.name=ray"), "launcher=ray starts a run on all", "launcher.min_nodes=null"),
+    (
+        ("launcher.min_nodes=1", "launcher.name=kubernetes"),
+        "launcher=kubernetes starts a run on all",
+        "launcher.min_nodes=null",
+    ),
     (
         ("launcher.min_nodes=1", "launcher.name=slurm", "launcher.max_restarts=0"),
         "the script of the job starts a run on fewer nodes by a restart",

@@ -164,18 +164,13 @@ class NodeStarter(ABC):
         """Ask nodes that were lost whether they are back, without waiting: `returned` tells it."""
         return
 
-    def returned(self) -> tuple[str, ...]:
-        """Return the hosts with which the job would have more nodes if it started again now."""
-        return ()
+    def returned(self) -> str:
+        """Return why the job would have more nodes if it started again now; "": it would not."""
+        return ""
 
     def close(self) -> None:
         """Release what the starter holds itself, after the end of all nodes."""
         return
-
-
-def are_back(hosts: Sequence[str]) -> str:
-    """Return the reason of a start with hosts that had been lost."""
-    return f"{' and '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} back"
 
 
 class AttachedJob:
@@ -188,7 +183,7 @@ class AttachedJob:
         self._nodes = starter.start(0, lambda: False)
         self._stragglers: tuple[int, ...] = ()  # nodes that the next attempt leaves out
         self._slower = ""  # in what way
-        self._returned: tuple[str, ...] = ()  # lost hosts with which the next attempt has more nodes
+        self._returned = ""  # why the next attempt has more nodes
         settings: LauncherSpec = job.settings
         self._wanted, self._rejoin_every, self._saves = job.nodes, settings.rejoin_every, 0
         self._budget = RestartBudget(settings.max_restarts, settings.restart_backoff, self._saved_step())
@@ -306,7 +301,7 @@ class AttachedJob:
         first = stuck or first  # node 0 knows the failures of earlier attempts
         code = first.exit_code
         slow, self._stragglers = self._stragglers, ()
-        returned, self._returned = self._returned, ()
+        returned, self._returned = self._returned, ""
         failed = [node for node in self._nodes if node.exit_code not in (0, None)]
         if code == 0 and not failed and not lost:
             return _End("", again=False, lost=False)
@@ -316,7 +311,7 @@ class AttachedJob:
             names = " and ".join(str(node) for node in self._nodes if node.node in slow)
             return _End(f"{names} {self._slower}", False, lost, slow, needs_others=True)
         if returned and code == ExitCode.PREEMPTED and not self._stop.is_set():
-            return _End(are_back(returned), again=True, lost=lost)
+            return _End(returned, again=True, lost=lost)
         what = f"{first} ended with {_shown(code)}"
         if code == ExitCode.CONFIGURATION and (outcome := read_outcome(self._directory.outcome)) is not None:
             refused = tuple(outcome.details.get(FAILED_NODES, ()))

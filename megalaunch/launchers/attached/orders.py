@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from megalaunch.launchers.attached.remote_agent import NodeOrder
@@ -38,6 +39,13 @@ def node_orders(
 def check_order(job: Job, shared_text: str) -> NodeOrder:
     """Return an order to look for the files of a run, and to run nothing."""
     return NodeOrder((), {}, str(job.working_directory), str(RunDirectory(job.directory).job), shared_text)
+
+
+def commands_on_fewer(job: Job) -> Iterator[str]:
+    """Yield the command for each smaller number of nodes of a job, each below a line that says so, to be shown."""
+    for nodes, arguments in job.fewer.items():
+        yield f"# on {nodes} node{'s' if nodes > 1 else ''}, after others were lost"
+        yield shlex.join(["megalaunch", *arguments])
 
 
 def copied_variables(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,24 +56,84 @@ def bundle(job: Job) -> dict[str, float]:
     return {name: count for name, count in wanted.items() if count}
 
 
-def reserve_nodes(job: Job, given_up: Callable[[], bool]) -> PlacementGroup:
-    """Wait until the cluster has all nodes of a job free, each on a machine of its own. Raises LauncherError."""
+def live_nodes(job: Job) -> dict[str, str]:
+    """Return the address of each live node that is large enough for a node of the job, by its id in Ray."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
 
-    settings: RaySpec = job.settings.ray
-    group = placement_group([bundle(job) or {"CPU": 0.01}] * job.nodes, strategy="STRICT_SPREAD")
-    deadline = time.monotonic() + settings.placement_timeout
+    wanted = bundle(job)
+    return {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"] and all(node["Resources"].get(name, 0) >= count for name, count in wanted.items())
+    }
+
+
+def request_nodes(job: Job, without: Collection[str]) -> PlacementGroup:
+    """Request all nodes of a job, each on a machine of its own; nothing waits for them.
+
+    Args:
+        without: the ids of nodes of Ray that are not taken.
+    """
+    from ray.util.placement_group import placement_group
+
+    selector = {"ray.io/node-id": f"!in({','.join(sorted(without))})"} if without else {}
+    return placement_group(
+        [bundle(job) or {"CPU": 0.01}] * job.nodes,
+        strategy="STRICT_SPREAD",
+        bundle_label_selector=[selector] * job.nodes,
+    )
+
+
+def reserve_nodes(
+    job: Job, without: Collection[str], seconds: float, may_join: bool, given_up: Callable[[], bool]
+) -> PlacementGroup:
+    """Wait until the cluster has all nodes of a job free, each on a machine of its own.
+
+    Args:
+        without: the ids of nodes of Ray that are not taken.
+        seconds: time limit.
+        may_join: wait for nodes that are not in the cluster yet too.
+        given_up: whether the wait has to end.
+
+    Raises:
+        LauncherError: they are not free in time, or not in the cluster.
+    """
+    group = request_nodes(job, without)
+    deadline = time.monotonic() + seconds
     while not group.wait(_POLL_SECONDS):
-        if time.monotonic() > deadline or given_up():
-            remove_placement_group(group)
-            alive = sum(bool(node["Alive"]) for node in ray.nodes())
-            raise LauncherError(
-                f"the Ray cluster has {alive} node{'s' if alive != 1 else ''}, and not {job.nodes} with "
-                f"{_shown(bundle(job))} free",
-                "`ray status` shows what is used; launcher.ray.placement_timeout says how long to wait",
-            )
+        is_too_small = not may_join and len(live_nodes(job).keys() - without) < job.nodes
+        if time.monotonic() > deadline or is_too_small or given_up():
+            release_nodes(group)
+            raise too_few_nodes(job, without)
     return group
+
+
+def release_nodes(group: PlacementGroup) -> None:
+    """Give the nodes of a request back, or withdraw it."""
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)
+
+
+def ids_of(group: PlacementGroup) -> list[str]:
+    """Return the ids in Ray of the nodes that were reserved, in their order."""
+    from ray.util.placement_group import placement_group_table
+
+    places = placement_group_table(group)["bundles_to_node_id"]
+    return [places[node] for node in sorted(places)]
+
+
+def too_few_nodes(job: Job, without: Collection[str]) -> LauncherError:
+    """Return an error that says how many nodes the cluster has, and what the job asks of it."""
+    import ray
+
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    left_out = len(alive.intersection(without))
+    return LauncherError(
+        f"the Ray cluster has {len(alive)} node{'s' if len(alive) != 1 else ''}, "
+        f"{f'{left_out} of them left out, ' if left_out else ''}and not {job.nodes} with {_shown(bundle(job))} free",
+        "`ray status` shows what is used; launcher.ray.placement_timeout says how long to wait",
+    )
 
 
 def _shown(resources: dict[str, Any]) -> str:

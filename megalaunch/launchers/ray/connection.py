@@ -7,7 +7,6 @@ from typing import Any
 
 from megalaunch.launchers.attached.node import HeldNode, NodeError
 from megalaunch.launchers.attached.remote_agent import AGENT_CODES, BEAT_SECONDS
-from megalaunch.launchers.launcher import LauncherError
 
 _CLOSE_SECONDS = 12.0
 _ANSWER_SECONDS = 60.0  # until an actor has started, and imported megalaunch
@@ -17,7 +16,7 @@ class RayNode(HeldNode):
     """One node in an actor of Ray."""
 
     def __init__(self, node: int, actor: Any, log: Path) -> None:
-        """Wait for the actor. Raises LauncherError."""
+        """Wait for the actor. Raises NodeError."""
         import ray
 
         self._actor, self._log, self._unsent = actor, log, b""
@@ -28,7 +27,9 @@ class RayNode(HeldNode):
         try:
             address, self.port = ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError as error:
-            raise LauncherError(f"node {node} does not start in Ray: {_first_line(error)}", f"see {log}") from error
+            raise NodeError(
+                f"node {node} does not start in Ray: {_first_line(error)}", f"see {log}", (node,)
+            ) from error
         super().__init__(node, address)
 
     @property

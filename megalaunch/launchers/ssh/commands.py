@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from megalaunch.launchers.attached.orders import copied_variables, hidden_values, node_orders
+from megalaunch.launchers.attached.orders import commands_on_fewer, copied_variables, hidden_values, node_orders
 from megalaunch.launchers.attached.remote_agent import NodeOrder
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.schema.launcher import LauncherSpec
@@ -50,11 +50,7 @@ def shown_plan(job: Job, environment: Mapping[str, str]) -> str:
         lines += [f"# node {node}: {hosts[node]}, with the second line on stdin", shlex.join(command), text]
     if spares:
         lines.append(f"# spare hosts: {', '.join(spares)}")
-    for nodes, arguments in job.fewer.items():
-        lines += [
-            f"# on {nodes} node{'s' if nodes > 1 else ''}, after others were lost",
-            shlex.join(["megalaunch", *arguments]),
-        ]
+    lines += commands_on_fewer(job)
     return "\n".join(line.rstrip("\n") for line in lines) + "\n"
 
 

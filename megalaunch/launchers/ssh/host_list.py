@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megalaunch.launchers.attached.node_counts import NodeCounts
+
 
 class HostList:
     """Chooses hosts; nothing is connected here.
@@ -20,7 +22,7 @@ class HostList:
 
     def __init__(self, hosts: Sequence[str], nodes: int, fewer: Iterable[int] = (), first_stays: bool = False) -> None:
         self.active, self._spares = list(hosts[:nodes]), list(hosts[nodes:])
-        self._sizes = sorted({nodes, *fewer}, reverse=True)
+        self._counts = NodeCounts(nodes, fewer)
         self._first_stays = first_stays
 
     @property
@@ -44,7 +46,7 @@ class HostList:
     def leave_out(self, nodes: Sequence[int]) -> bool:
         """Leave out the hosts of these nodes; False, and no change, if the run may not continue on what is left."""
         left = [host for node, host in enumerate(self.active) if node not in nodes] + self._spares
-        size = self._largest(len(left))
+        size = self._counts.largest(len(left))
         if not size or self._is_first_lost(nodes):
             return False
         self.active, self._spares = left[:size], left[size:]
@@ -52,17 +54,13 @@ class HostList:
 
     def grows_by(self, hosts: int) -> bool:
         """Return whether the run would have more nodes with so many more hosts."""
-        return self._largest(len(self.active) + len(self._spares) + hosts) > len(self.active)
+        return self._counts.largest(len(self.active) + len(self._spares) + hosts) > len(self.active)
 
     def add(self, hosts: Sequence[str]) -> None:
         """Add hosts that are back: as many take part as the run may have, the others are spare."""
         every = [*self.active, *self._spares, *hosts]
-        size = self._largest(len(every))
+        size = self._counts.largest(len(every))
         self.active, self._spares = every[:size], every[size:]
-
-    def _largest(self, hosts: int) -> int:
-        """Return the largest number of nodes of the run within a number of hosts; 0: there is none."""
-        return next((size for size in self._sizes if size <= hosts), 0)
 
     def _is_first_lost(self, nodes: Sequence[int]) -> bool:
         return self._first_stays and 0 in nodes

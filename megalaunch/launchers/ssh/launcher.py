@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megalaunch.launchers.attached.job import NodeStarter, are_back, start_nodes
+from megalaunch.launchers.attached.job import NodeStarter, start_nodes
 from megalaunch.launchers.attached.launcher import AttachedLauncher
 from megalaunch.launchers.attached.node import HeldNode, NodeError
 from megalaunch.launchers.attached.orders import check_order, copied_variables
@@ -74,7 +74,7 @@ class _Hosts(NodeStarter):
         grows = self._hosts.grows_by(len(back))
         self._hosts.add(back)
         if grows:
-            self._record_change(are_back(back))
+            self._record_change(_are_back(back))
 
     def _do_without(self, error: NodeError, given_up: Callable[[], bool]) -> bool:
         """Replace or leave out the nodes that could not start; return whether the run may."""
@@ -116,10 +116,10 @@ class _Hosts(NodeStarter):
         if self._is_short:
             self._lost.ask()
 
-    def returned(self) -> tuple[str, ...]:
-        """Return the hosts that are back, if the run may have more nodes with them."""
+    def returned(self) -> str:
+        """Return which hosts are back, if the run may have more nodes with them."""
         back = self._lost.back()
-        return back if back and self._hosts.grows_by(len(back)) else ()
+        return _are_back(back) if back and self._hosts.grows_by(len(back)) else ""
 
     def poll(self) -> None:
         """Read what spare hosts answer."""
@@ -152,3 +152,7 @@ class _Hosts(NodeStarter):
         commands = enumerate(ssh_commands(job.settings, hosts))
         connect = (Connection(node, hosts[node], command, self._directory.node_log(node)) for node, command in commands)
         return start_nodes(connect, orders, self._settings.connect_timeout, given_up)
+
+
+def _are_back(hosts: Sequence[str]) -> str:
+    return f"{' and '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} back"

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from megalaunch.launchers.attached.node import HeldNode
+from megalaunch.launchers.attached.node_counts import MOST_RETURNS
 from megalaunch.launchers.attached.remote_agent import NodeOrder
 from megalaunch.launchers.ssh.asked_hosts import AskedHosts
 
-_RETURNS = 3  # of one host; one that is lost again and again would stop the run each time
 _POLL_SECONDS = 0.1
 
 
@@ -29,9 +29,9 @@ class LostHosts:
         self._back: list[str] = []
 
     def add(self, host: str) -> None:
-        """Add a host that was lost; one that has come back _RETURNS times is not asked any more."""
+        """Add a host that was lost; one that has come back MOST_RETURNS times is not asked any more."""
         self._times[host] += 1
-        if self._times[host] <= _RETURNS:
+        if self._times[host] <= MOST_RETURNS:
             self._lost.append(host)
 
     def ask(self) -> None:

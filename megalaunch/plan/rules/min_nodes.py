@@ -56,8 +56,9 @@ def _counts(at: RuleContext, fewest: int) -> list[NodeCount]:
 def _refusal(at: RuleContext, fewest: int) -> Violation | None:
     """Return why this run can never continue on fewer nodes; None if it may."""
     spec, nodes = at.spec, at.spec.cluster.nodes
-    if spec.launcher.name not in ("ssh", "slurm"):
-        message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; ssh and slurm continue on fewer"
+    if spec.launcher.name not in ("ssh", "slurm", "ray"):
+        others = "ssh, slurm and ray continue on fewer"
+        message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; {others}"
         return Violation(_KEY, message, {}, (_OFF,))
     if spec.launcher.name == "slurm" and spec.launcher.max_restarts == 0:
         message = "the script of the job starts a run on fewer nodes by a restart, but launcher.max_restarts is 0"
