@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
-from launching import events_of
+from launching import events_of, wait_until
 
 from megalaunch.launchers.attached.node import NodeError
 from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.ray import launcher, missing_nodes
 from megalaunch.launchers.ray.cluster import live_nodes, request_nodes, too_few_nodes
+from megalaunch.launchers.ray.node_actor import NodeActor
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.ray import RaySpec
@@ -181,6 +183,18 @@ def test_a_request_leaves_nodes_out_by_a_label_selector_for_each(tmp_path, monke
     assert options["strategy"] == "STRICT_SPREAD"
     assert options["bundle_label_selector"] == [{"ray.io/node-id": "!in(a,b)"}] * 2
     assert all_options["bundle_label_selector"] == [{}] * 2
+
+
+def test_a_lease_begins_with_the_first_beat_though_other_actors_start_late(tmp_path):
+    python, marks = tmp_path / "python", tmp_path / "marks"
+    python.write_text(f"#!/bin/sh\necho started >> {marks}\ncat > /dev/null\n")
+    python.chmod(0o755)
+    actor = NodeActor(str(python), str(tmp_path / "logs/node_0.log"))
+    time.sleep(0.3)
+    assert not marks.exists()
+    assert actor.close() is None
+    wait_until(lambda: actor.exchange(b"\n", 0) == (b"", None) and marks.exists())
+    assert (actor.close(), marks.read_text()) == (0, "started\n")
 
 
 def test_nodes_that_are_too_small_or_left_out_do_not_count(tmp_path, monkeypatch):
