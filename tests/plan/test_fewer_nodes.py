@@ -67,7 +67,7 @@ REFUSED = [
     (("launcher.min_nodes=4",), "min_nodes 4 is not below the 4 nodes of the run", "launcher.min_nodes=1"),
     (
         ("launcher.min_nodes=1", "launcher.name=kubernetes"),
-        "launcher=kubernetes starts a run on all",
+        "launcher=kubernetes starts a run on all its nodes alone; ssh, slurm and ray continue on fewer; here stop",
         "launcher.min_nodes=null",
     ),
     (

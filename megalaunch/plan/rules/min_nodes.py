@@ -12,6 +12,7 @@ from megalaunch.plan.rules.suggestions import suggestions_enabled
 _KEY = "launcher.min_nodes"
 _OFF = {_KEY: None}
 _RESTARTS = {"launcher.max_restarts": 3}
+_INSTEAD = "ssh, slurm and ray continue on fewer; here stop the run, and type its command with fewer cluster.nodes"
 _SHOWN = 3  # problems, of the largest numbers of nodes
 
 
@@ -57,8 +58,7 @@ def _refusal(at: RuleContext, fewest: int) -> Violation | None:
     """Return why this run can never continue on fewer nodes; None if it may."""
     spec, nodes = at.spec, at.spec.cluster.nodes
     if spec.launcher.name not in ("ssh", "slurm", "ray"):
-        others = "ssh, slurm and ray continue on fewer"
-        message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; {others}"
+        message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; {_INSTEAD}"
         return Violation(_KEY, message, {}, (_OFF,))
     if spec.launcher.name == "slurm" and spec.launcher.max_restarts == 0:
         message = "the script of the job starts a run on fewer nodes by a restart, but launcher.max_restarts is 0"
