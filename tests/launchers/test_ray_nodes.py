@@ -14,6 +14,7 @@ from megalaunch.launchers.launcher import Job, LauncherError
 from megalaunch.launchers.ray import launcher, missing_nodes
 from megalaunch.launchers.ray.cluster import live_nodes, request_nodes, too_few_nodes
 from megalaunch.launchers.ray.node_actor import NodeActor
+from megalaunch.launchers.ray.tasks import _exit_code
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.ray import RaySpec
@@ -195,6 +196,18 @@ def test_a_lease_begins_with_the_first_beat_though_other_actors_start_late(tmp_p
     assert actor.close() is None
     wait_until(lambda: actor.exchange(b"\n", 0) == (b"", None) and marks.exists())
     assert (actor.close(), marks.read_text()) == (0, "started\n")
+
+
+def test_a_task_that_ray_could_not_run_has_the_reason_below_the_traceback(monkeypatch):
+    error = type("RayError", (Exception,), {})
+    text = "ray::run_command() (pid=7)\n  File ...\nFileNotFoundError: this node of Ray does not share /data\n"
+
+    def get(done, timeout):
+        raise error(text)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=error)))
+    with pytest.raises(LauncherError, match="did not run task 3: FileNotFoundError: this node of Ray does not share"):
+        _exit_code(None, 3)
 
 
 def test_nodes_that_are_too_small_or_left_out_do_not_count(tmp_path, monkeypatch):

@@ -49,6 +49,12 @@ def _no_cluster(address: str | None, error: Exception) -> LauncherError:
     return LauncherError(f"Ray does not start on this machine: {first}", fix)
 
 
+def error_reason(error: Exception) -> str:
+    """Return the line of an error of Ray that gives its reason: the last, as the others may be a traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
+
+
 def bundle(job: Job) -> dict[str, float]:
     """Return the resources of one node."""
     settings: RaySpec = job.settings.ray

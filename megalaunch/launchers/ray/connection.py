@@ -7,6 +7,7 @@ from typing import Any
 
 from megalaunch.launchers.attached.node import HeldNode, NodeError
 from megalaunch.launchers.attached.remote_agent import AGENT_CODES, BEAT_SECONDS
+from megalaunch.launchers.ray.cluster import error_reason
 
 _CLOSE_SECONDS = 12.0
 _ANSWER_SECONDS = 60.0  # until an actor has started, and imported megalaunch
@@ -28,7 +29,7 @@ class RayNode(HeldNode):
             address, self.port = ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError as error:
             raise NodeError(
-                f"node {node} does not start in Ray: {_first_line(error)}", f"see {log}", (node,)
+                f"node {node} does not start in Ray: {error_reason(error)}", f"see {log}", (node,)
             ) from error
         super().__init__(node, address)
 
@@ -49,7 +50,7 @@ class RayNode(HeldNode):
             try:
                 read, self._code = ray.get(call)
             except ray.exceptions.RayError as error:
-                self._lost = _first_line(error)
+                self._lost = error_reason(error)
             else:
                 self._read(read)
 
@@ -68,7 +69,7 @@ class RayNode(HeldNode):
             try:
                 code = ray.get(self._closing, timeout=_CLOSE_SECONDS)
             except ray.exceptions.RayError as error:  # a timeout too
-                self._lost = self._lost or _first_line(error)
+                self._lost = self._lost or error_reason(error)
         ray.kill(self._actor)
         self._code = code if code is not None else self._code
         return code in AGENT_CODES
@@ -79,8 +80,3 @@ class RayNode(HeldNode):
 
     def _write(self, data: bytes) -> None:
         self._unsent += data  # goes with the next call
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else type(error).__name__

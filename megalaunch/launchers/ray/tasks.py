@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megalaunch.launchers.attached.own_record import own_record, write_attached_record
 from megalaunch.launchers.launcher import LauncherError
-from megalaunch.launchers.ray.cluster import connect_to_ray
+from megalaunch.launchers.ray.cluster import connect_to_ray, error_reason
 from megalaunch.launchers.ray.run_command import run_command
 from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
 from megalaunch.rundir.paths import RunDirectory
@@ -74,9 +74,9 @@ def _exit_code(done: Any, number: int) -> int:
     try:
         return int(ray.get(done, timeout=_ANSWER_SECONDS))
     except ray.exceptions.RayError as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LauncherError(
-            f"Ray did not run task {number}: {first}", "`ray status` must show nodes; run the same command again"
+            f"Ray did not run task {number}: {error_reason(error)}",
+            "`ray status` must show nodes; run the same command again",
         ) from error
 
 
