@@ -200,11 +200,20 @@ class OutputDiscardingCheckpoint:
             return forward(*inputs)
         self._forward = True
         try:
-            with saved_tensors_hooks(self._pack, _unpack):
+            with saved_tensors_hooks(self._pack_saved, _unpack):
                 return forward(*inputs)
         finally:
             self._forward = False
             self._made.clear()
+
+    def _pack_saved(self, value: Tensor) -> Any:
+        """Return what autograd saves for a tensor: the placeholder of a discarded output, or the tensor detached.
+
+        An output that its own operator saves would hold that operator: a cycle that only a backward pass breaks, and
+        the first stage of a pipeline runs none after its shape inference.
+        """
+        packed = self._pack(value)
+        return value.detach() if packed is value else packed
 
     def _pack(self, value: Any) -> Any:
         """Return the placeholder of a discarded output or of its view; any other value as it is."""

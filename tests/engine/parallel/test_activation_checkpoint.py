@@ -15,7 +15,7 @@ from slow_cases import rotating, slow_but
 
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
-from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
+from megalaunch.engine.parallel.activation_checkpoint import OutputDiscardingCheckpoint, apply_recompute
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory import CPU_ENGINE
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
@@ -145,5 +145,14 @@ def test_nothing_is_remembered_after_the_layer():
             del del_me
         model(tokens).sum().backward()
         model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert live.total == 0
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing():
+    """A saved output that holds its own operator is a cycle that the garbage collector does not see."""
+    x = torch.ones(4, requires_grad=True)
+    with LiveBytes() as live:
+        OutputDiscardingCheckpoint().run_layer(torch.exp, x)  # exp saves its output
         gc.collect()
         assert live.total == 0
