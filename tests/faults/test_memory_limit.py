@@ -30,7 +30,9 @@ def test_the_limit_is_named_on_one_node(tmp_path, record_property):
         with group.joined():
             process = stack.enter_context(launched(tmp_path, tiny_spec(launcher__max_restarts=0), **fault))
         _, err = process.communicate(timeout=60)
-    (killed,) = filter(is_named, events_of(run_of(tmp_path), "worker_failed"))
+    failed = events_of(run_of(tmp_path), "worker_failed")
+    assert [is_named(event) for event in failed].count(True) == 1, (failed, err)
+    (killed,) = filter(is_named, failed)
     assert (killed["rank"], killed["step"]) == (1, 7)
     record_property("noticed", killed["time"] - run_of(tmp_path).metrics.stat().st_mtime)
     assert re.search(MESSAGE, err)

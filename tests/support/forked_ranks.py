@@ -236,12 +236,20 @@ def _ask_stacks(ranks: list[_Rank], folder: Path) -> dict[int, str]:
             os.kill(ranks[rank].pid, STACK_SIGNAL)
     stacks = {}
     for rank in late:
-        path = folder / f"stack_{rank}"
-        deadline = time.monotonic() + 10.0  # a busy machine may not have run the rank for seconds
-        while time.monotonic() < deadline and not (path.exists() and path.stat().st_size):
-            time.sleep(0.02)
-        stacks[rank] = path.read_text() if path.exists() else ""
+        stacks[rank] = _read_stack(folder / f"stack_{rank}")
     return stacks
+
+
+def _read_stack(path: Path) -> str:
+    """Return the stack that faulthandler writes piece by piece, once it has not grown for a while."""
+    deadline = time.monotonic() + 10.0  # a busy machine may not have run the rank for seconds
+    text, grown = "", time.monotonic()
+    while time.monotonic() < deadline and not (text.endswith("\n") and time.monotonic() - grown > 0.2):
+        time.sleep(0.02)
+        now = path.read_text() if path.exists() else ""
+        if now != text:
+            text, grown = now, time.monotonic()
+    return text
 
 
 def _end(ranks: list[_Rank]) -> None:

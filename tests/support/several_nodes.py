@@ -35,7 +35,7 @@ def free_ports() -> int:
     They are also below those that runs in Slurm jobs have by default, which tests at the same time may have.
     """
     while True:
-        port = random.randrange(20_000, DEFAULT_PORT - 1)
+        port = random.SystemRandom().randrange(20_000, DEFAULT_PORT - 1)
         with socket.socket() as first, socket.socket() as second:
             try:
                 first.bind(("127.0.0.1", port))
