@@ -28,7 +28,8 @@ def test_the_limit_is_named_on_one_node(tmp_path, record_property):
     fault = {"FAKE_FAULT": "memory:1:7"}
     with memory_cgroup(LIMIT) as group, contextlib.ExitStack() as stack:
         with group.joined():
-            process = stack.enter_context(launched(tmp_path, tiny_spec(launcher__max_restarts=0), **fault))
+            spec = tiny_spec(launcher__max_restarts=0)
+            process = stack.enter_context(launched(tmp_path, spec, is_forked=False, **fault))
         _, err = process.communicate(timeout=60)
     failed = events_of(run_of(tmp_path), "worker_failed")
     assert [is_named(event) for event in failed].count(True) == 1, (failed, err)

@@ -68,12 +68,18 @@ def tiny_spec(**values: Any) -> RunSpec:
 
 
 @contextmanager
-def launched(folder: Path, spec: RunSpec, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """The launcher's process; on leaving, nothing that it started is left, whatever the test found."""
+def launched(
+    folder: Path, spec: RunSpec, is_forked: bool = True, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """The launcher's process; on leaving, nothing that it started is left, whatever the test found.
+
+    A fork (warm_process.py) has the memory of this process; `is_forked=False` starts one of its own.
+    """
     spec_file = folder / "input.yaml"
     write_spec(spec, spec_file)
+    program = _PROGRAM if is_forked else f"{_PROGRAM}\n"  # which is none of PROGRAMS
     process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(spec_file), str(folder / "run"), "a word"],
+        [sys.executable, "-c", program, str(spec_file), str(folder / "run"), "a word"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests/support"), **environment},
         stdout=subprocess.PIPE,
