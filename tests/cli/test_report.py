@@ -113,7 +113,7 @@ def test_the_facts_of_a_run(tmp_path: Path):
     assert facts["state"] == "finished"
     assert facts["step"] == "20 of 20"
     assert facts["validation loss"] == "4.5300"
-    assert facts["tokens/s"] == "1,000"
+    assert facts["tokens/s, median"] == "1,000"
     assert facts["memory"] == "1.0 GiB"
     row = page.cells.index("train.steps")
     assert page.cells[row + 1 : row + 3] == ["20", "command line"]

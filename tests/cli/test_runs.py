@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_the_state_of_each_run(tmp_path: Path):
         lock.release()
     lines = call("list", tmp_path).stdout.splitlines()
     assert lines[0].startswith(f"{tmp_path}: 8 runs, ")
+    assert re.search(r"  validation  median tokens/s +size", lines[1])  # a run's summary prints the average instead
     assert "  failed: the loss of step 4 is nan" in lines
     assert any(line.startswith("  unreadable: ") for line in lines)
     [stopped] = [line.split() for line in lines if line.startswith("  deep/down/stopped ")]
@@ -103,6 +105,7 @@ def test_runs_are_compared_at_their_last_common_validation(tmp_path: Path):
     assert ["last", "step", "40", "25"] in rows
     assert ["validation", "loss,", "last", "4.5000", "6.5000"] in rows
     assert ["validation", "loss,", "step", "20", "6.5000", "6.5000"] in rows
+    assert ["tokens/s,", "median", "1,020", "1,013"] in rows
     found = json.loads(call("compare", one.root, two.root, "--json").stdout)
     assert (found["common_step"], found["common_losses"]) == (20, [6.5, 6.5])
     assert call("compare", one.root, one.root).stdout.startswith("The settings are the same.")

@@ -75,7 +75,7 @@ def _progress(figures: RunFigures) -> str:
     if figures.loss is not None:
         parts.append(f"loss {format_loss(figures.loss)}")
     if figures.tokens_per_second is not None:
-        parts.append(f"{format_count(figures.tokens_per_second)} tokens/s")
+        parts.append(f"median {format_count(figures.tokens_per_second)} tokens/s")
     return ", ".join(parts)
 
 

@@ -22,7 +22,7 @@ def list_lines(folder: Path, summaries: Sequence[RunSummary]) -> Iterator[str]:
     if not summaries:
         return
     ordered = sorted(summaries, key=lambda one: one.changed)
-    table = [("run", "state", "step", "loss", "validation", "tokens/s", "size", "changed", "model")]
+    table = [("run", "state", "step", "loss", "validation", "median tokens/s", "size", "changed", "model")]
     for one in ordered:
         figures = one.figures
         table.append(
@@ -68,7 +68,7 @@ def _figure_rows(found: RunComparison) -> Iterator[tuple[str, ...]]:
     yield ("validation loss, lowest", *(_format(format_loss, value) for value in found.best_losses))
     if found.common_step is not None:
         yield (f"validation loss, step {found.common_step}", *map(format_loss, found.common_losses))
-    yield ("tokens/s", *(_format(format_count, one.tokens_per_second) for one in figures))
+    yield ("tokens/s, median", *(_format(format_count, one.tokens_per_second) for one in figures))
 
 
 def cleaning_rows(planned: Sequence[RunCleaning]) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def _facts(run: RunContent) -> Table:
         *((f"validation loss, {name}", format_loss(loss)) for name, loss in named.items() if name),
         *((name, f"{score:.4f}") for name, score in scores.items()),
         ("tokens", _or_dash(figures.tokens, format_count)),
-        ("tokens/s", _or_dash(figures.tokens_per_second, format_count)),
+        ("tokens/s, median", _or_dash(figures.tokens_per_second, format_count)),
         ("MFU", _or_dash(run.mfu, lambda value: f"{value:.1%}")),
         ("memory", format_memory(memory)),
         ("model", run.spec.model.name),
@@ -222,7 +222,16 @@ def _figure_rows(runs: Sequence[RunContent], found: RunComparison, metric: Metri
             )
         )
     heading = "validation loss, common step" + ("" if found.common_step is None else f" {found.common_step}")
-    names = ("run", "state", "step", "training loss", "validation loss", "lowest validation loss", heading, "tokens/s")
+    names = (
+        "run",
+        "state",
+        "step",
+        "training loss",
+        "validation loss",
+        "lowest validation loss",
+        heading,
+        "tokens/s, median",
+    )
     return [names, *rows]
 
 
