@@ -13,6 +13,7 @@ from torch import Tensor
 from megalaunch.engine.checkpoint.errors import storage_error
 from megalaunch.engine.run_end import RankError, RunEnd, exit_code_of
 from megalaunch.engine.train.step_metrics import step_metrics
+from megalaunch.engine.train.storage_waits import StorageWaits
 from megalaunch.engine.train.train_step import StepResult
 from megalaunch.format.numbers import format_duration
 from megalaunch.fs import sync_file, write_file_atomically
@@ -62,7 +63,7 @@ class RunLogger:
         self.fence = fence or Fence(directory.attempts)
         self._started = self._io_reported = time.monotonic()
         self._storage_timeout, self.stop, self.waits_for_storage = storage_timeout, stop, True
-        self._wait = self.storage_wait()
+        self._wait, self._waits = self.storage_wait(), StorageWaits()
         self._pending = PendingWrites(self._wait, self._on_wait, self._on_storage_back)
         self._problem: RankError | None = None
 
@@ -96,12 +97,14 @@ class RunLogger:
         return StorageWait(timeout, lambda: self.stop() is not None)
 
     def storage_fails(self, path: Path, reason: str, fix: str, seconds_left: float) -> None:
-        """Record that a wait for the storage begins."""
-        self.event("storage_wait", path=str(path), reason=reason, fix=fix, seconds_left=seconds_left)
+        """Record that a wait for the storage begins; nothing if one for this file has begun before."""
+        if self._waits.begin(path):
+            self.event("storage_wait", path=str(path), reason=reason, fix=fix, seconds_left=seconds_left)
 
     def storage_is_back(self, path: Path, reason: str, seconds: float) -> None:
-        """Record that a wait for the storage has ended."""
-        self.event("storage_back", path=str(path), reason=reason, seconds=seconds)
+        """Record that a wait for the storage has ended, once no other one for this file is left."""
+        if (longest := self._waits.end(path, seconds)) is not None:
+            self.event("storage_back", path=str(path), reason=reason, seconds=longest)
 
     def _on_wait(self, failed: FailedWrite) -> None:
         self.storage_fails(failed.path, str(failed.error.strerror), remedy(failed.error), self._wait.seconds_left)

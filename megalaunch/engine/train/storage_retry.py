@@ -50,12 +50,12 @@ def retry_while_storage_fails(
             wait.fail()
             _continue_together(record, wait, error, group)
             if begins:
+                first = error
                 record.storage_fails(Path(error.path), error.reason, error.fix, wait.seconds_left)
-            last = error
             _pause(wait, waiting)
             continue
         if wait.has_begun:
-            record.storage_is_back(Path(last.path), last.reason, wait.succeed())
+            record.storage_is_back(Path(first.path), first.reason, wait.succeed())
         return result
 
 
