@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megalaunch.format.paths import display_path
 from megalaunch.fs import make_directory
 from megalaunch.launch.lock import RunLock, is_locked
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE
@@ -112,11 +113,11 @@ def decide(state: DirectoryState, spec: RunSpec) -> Decision:
     """
     if state.kind == "new" or state.stored is None:
         if spec.run.resume == "required":
-            message = f"run.resume=required, but {spec.run.directory} has no run to resume"
+            message = f"run.resume=required, but {display_path(str(spec.run.directory))} has no run to resume"
             raise RunDirectoryError(message, "set run.directory to that of the run, or omit run.resume")
         return Decision("start")
     if spec.run.resume == "never":
-        message = f"run.resume=never, but {spec.run.directory} has a run that has trained"
+        message = f"run.resume=never, but {display_path(str(spec.run.directory))} has a run that has trained"
         raise RunDirectoryError(message, "name another run.directory, or omit run.resume to resume the run")
     last = min(spec.train.steps, spec.train.exit_at_step or spec.train.steps)
     outcome = state.outcome
@@ -147,10 +148,10 @@ def lock_run(directory: RunDirectory) -> RunLock:
     except OSError as error:
         is_full = error.errno == errno.ENOSPC
         fix = "name a run.directory on a disk with space" if is_full else "name another run.directory"
-        message = f"{directory.root} is not writable ({error.strerror})"
+        message = f"{display_path(directory.root)} is not writable ({error.strerror})"
         if directory.lock.is_symlink():
             fix = "it is a symbolic link: remove it, or name another run.directory"
-            message = f"{directory.lock} cannot be written ({error.strerror})"
+            message = f"{display_path(directory.lock)} cannot be written ({error.strerror})"
         raise RunDirectoryError(message, fix) from error
 
 
@@ -175,7 +176,7 @@ def unwritable_reason(directory: RunDirectory) -> str | None:
             if folder == directory.root:
                 os.close(os.open(directory.events, os.O_WRONLY | os.O_APPEND))
         except OSError as error:
-            return f"{folder} cannot be written: {error.strerror}"
+            return f"{display_path(folder)} cannot be written: {error.strerror}"
     return None
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megalaunch.format.paths import display_path
 from megalaunch.fs import append_line
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
@@ -88,6 +89,6 @@ def write_run(launch: Launch, command: Sequence[str]) -> RunState:
     except OSError as error:
         is_full = error.errno == errno.ENOSPC
         fix = "free space there, or name another run.directory" if is_full else "name another run.directory"
-        message = f"{error.filename or directory.root} cannot be written ({error.strerror})"
+        message = f"{display_path(error.filename or directory.root)} cannot be written ({error.strerror})"
         raise RunDirectoryError(message, fix) from error
     return view

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalaunch.format.paths import display_path
 from megalaunch.fs import has_no_locks, is_open_at, open_file, try_lock
 from megalaunch.launch.file_system import file_system_time, has_local_locks
 from megalaunch.launch.process import Process, find_process, is_alive
@@ -45,7 +46,7 @@ class RunLocked(Exception):
     def __init__(self, path: Path, holder: Holder | None) -> None:
         self.holder = holder
         process = holder.describe() if holder else "another process"
-        super().__init__(f"{path.parent} is in use by {process}")
+        super().__init__(f"{display_path(path.parent)} is in use by {process}")
 
 
 class RunLock:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megalaunch.format.paths import display_path
 from megalaunch.launch.directory import unwritable_reason
 from megalaunch.launch.display.event_messages import storage_back, storage_warning
 from megalaunch.launch.write_thread import STALLED_SECONDS, WriteThread
@@ -107,7 +108,11 @@ class StorageMonitor:
         """Return why a folder of the run cannot be written, or None. A write that does not return is a reason."""
         found: list[str | None] = []
         self._write(lambda: found.append(unwritable_reason(self._directory)))
-        return found[0] if found else f"a folder of {self._directory.root} cannot be written: {_STALL.strerror}"
+        return (
+            found[0]
+            if found
+            else f"a folder of {display_path(self._directory.root)} cannot be written: {_STALL.strerror}"
+        )
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Write the outcome, unless the storage fails or blocks: exit code and report show it all the same."""

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megalaunch.format.paths import display_path
 from megalaunch.format.table import table_lines
 from megalaunch.plan.batch import get_rampup, tokens_per_step, tokens_requested
 from megalaunch.plan.findings import Finding, Severity, as_json, has_errors
@@ -65,7 +66,7 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
         ("data", _data(spec)),
         *overrides_row(spec),
         *(("from the Hub" if index == 0 else "", name) for index, name in enumerate(spec.run.hub_revisions)),
-        ("run", str(spec.run.directory)),
+        ("run", display_path(str(spec.run.directory))),
     ]
     return "\n".join(table_lines(rows))
 

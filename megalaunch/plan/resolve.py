@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megalaunch.format.paths import display_path
 from megalaunch.plan.batch import batch_gcd, samples_requested
 from megalaunch.plan.cluster import assumed_clusters, found_cluster
 from megalaunch.plan.findings import Finding
@@ -177,7 +178,8 @@ def _apply(spec: RunSpec, changes: Mapping[str, tuple[Any, str]], notes: list[Fi
     if not changes:
         return spec
     for path, (value, why) in changes.items():
-        notes.append(Finding("derived", "note", path, f"{value} ({why})", {"value": value}))
+        shown = display_path(value) if isinstance(value, str) else value
+        notes.append(Finding("derived", "note", path, f"{shown} ({why})", {"value": value}))
     return with_value(spec, {path: value for path, (value, _) in changes.items()})
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.format.paths import display_path
 from megalaunch.launchers.launcher import JobStatus, Launcher, LauncherError
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.runs.errors import fail
@@ -90,7 +92,7 @@ def follow_job(view: JobView, launcher: Launcher, record: JobRecord, stop: StopS
         return _follow(view, launcher, record, stop, display)
     except StopBeforeLaunch as stopped:
         display.close()
-        where = view.directory.root
+        where = shlex.quote(display_path(view.directory.root))
         typer.echo(f"job {record.id} continues; `megalaunch watch {where}` shows it, `megalaunch stop {where}` ends it")
         raise typer.Exit(int(stopped.exit_code)) from None
     finally:
@@ -161,7 +163,7 @@ def print_end(view: JobView, launcher: Launcher, record: JobRecord, status: JobS
         return ExitCode.DONE
     typer.echo(f"job {record.id} ended without an outcome of the run: {status}", err=True)
     for path in launcher.output(record):
-        typer.echo(f"  log     {path}", err=True)
+        typer.echo(f"  log     {display_path(path)}", err=True)
         for line in last_lines(path, _OUTPUT_LINES):
             typer.echo(f"  | {line}", err=True)
     typer.echo("  next    the same train command continues the run from its newest checkpoint", err=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalaunch.format.paths import display_path
 from megalaunch.launch.directory import run_is_locked
 from megalaunch.launch.lock import Holder, read_holder
 from megalaunch.launch.process import Process, send_signal
@@ -74,7 +75,7 @@ def stop_job(job: RunJob, at_once: bool) -> str:
         return _stop_process(job.holder, at_once)
     outcome = read_outcome(job.directory.outcome) if job.record is None else None
     how = f": {outcome.reason}" if outcome is not None else f": {job.status}" if job.record is not None else ""
-    raise LauncherError(f"{job.directory.root} is not running{how}")
+    raise LauncherError(f"{display_path(job.directory.root)} is not running{how}")
 
 
 def _stop_process(holder: Holder, at_once: bool) -> str:

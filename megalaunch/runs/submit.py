@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megalaunch.format.paths import display_path
 from megalaunch.fs import make_directory
 from megalaunch.launch.background import continue_in_background
 from megalaunch.launchers.launcher import Job, LauncherError
@@ -101,11 +102,11 @@ def submit_run(planned: PreparedRun, detach: bool, stop: StopSignals) -> ExitCod
     except LauncherError as error:
         fail(error.text())
     except OSError as error:
-        fail(f"{directory.root} cannot be written ({error.strerror})\nfix:  name another run.directory")
+        fail(f"{display_path(directory.root)} cannot be written ({error.strerror})\nfix:  name another run.directory")
     nodes = f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
-    typer.echo(f"submitted job {record.id} to {record.launcher}: {nodes}, output in {record.output}")
+    typer.echo(f"submitted job {record.id} to {record.launcher}: {nodes}, output in {display_path(record.output)}")
     if detach:
-        typer.echo(f"next: megalaunch watch {shlex.quote(str(directory.root))}, status, logs or stop")
+        typer.echo(f"next: megalaunch watch {shlex.quote(display_path(directory.root))}, status, logs or stop")
         if background is None:
             return ExitCode.DONE
         background.leave_terminal(directory.command_log)
@@ -122,12 +123,12 @@ def _refuse_second_job(directory: RunDirectory) -> None:
         try:
             status = select_launcher(record.launcher).status(record)
         except LauncherError as error:
-            fail(f"{directory.root} has job {record.id}, whose state is unknown: {error.text()}")
+            fail(f"{display_path(directory.root)} has job {record.id}, whose state is unknown: {error.text()}")
         if status.phase in ("pending", "running"):
-            shown = shlex.quote(str(directory.root))
+            shown = shlex.quote(display_path(directory.root))
             fail(
-                f"{directory.root} has job {record.id} already: {status}\n"
+                f"{display_path(directory.root)} has job {record.id} already: {status}\n"
                 f"fix:  megalaunch watch {shown} shows it, megalaunch stop {shown} ends it"
             )
     if run_is_locked(directory):
-        fail(f"{directory.root} is in use by another launcher\nfix:  wait for it or stop it there")
+        fail(f"{display_path(directory.root)} is in use by another launcher\nfix:  wait for it or stop it there")

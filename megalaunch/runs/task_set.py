@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import typer
 
+from megalaunch.format.paths import display_path
 from megalaunch.launch.agent import last_lines
 from megalaunch.launch.background import Background, continue_in_background
 from megalaunch.launchers.launcher import JobStatus, LauncherError
@@ -93,8 +94,8 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
     except LauncherError as error:
         fail(error.text())
     except OSError as error:
-        fail(f"{tasks.directory} cannot be written ({error.strerror})")
-    typer.echo(f"submitted to {record.launcher}: {_jobs(record, progress)}; output in {record.output}")
+        fail(f"{display_path(tasks.directory)} cannot be written ({error.strerror})")
+    typer.echo(f"submitted to {record.launcher}: {_jobs(record, progress)}; output in {display_path(record.output)}")
     if detach:
         _say_next(tasks)
         raise typer.Exit(0)
@@ -169,7 +170,7 @@ def _counted(count: int, progress: TaskProgress) -> str:
 
 
 def _print_log(path: Path) -> None:
-    typer.echo(f"  log     {path}", err=True)
+    typer.echo(f"  log     {display_path(path)}", err=True)
     for line in last_lines(path, _LINES):
         typer.echo(f"  | {line}", err=True)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.format.paths import display_path
 from megalaunch.installation import install_command
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.runs.errors import fail
@@ -77,7 +78,7 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
     lock = lock_directory(planned.directory)
     try:
         if planned.decision.action == "continue":
-            typer.echo(f"continuing the run in {planned.directory.root}")
+            typer.echo(f"continuing the run in {display_path(planned.directory.root)}")
         if place is not None:
             with Announcement(place, planned.directory) as announcement:
                 planned = replace(planned, spec=prepare_data(planned))
@@ -95,8 +96,8 @@ def _leave_terminal(directory: RunDirectory, background: Background | None) -> N
     """Continue in the background if that was asked for."""
     directory.command_log.unlink(missing_ok=True)  # of an earlier launch
     if background is not None:
-        typer.echo(f"the run continues in process {os.getpid()}; output in {directory.command_log}")
-        typer.echo(f"next: megalaunch watch {shlex.quote(str(directory.root))}, logs or stop")
+        typer.echo(f"the run continues in process {os.getpid()}; output in {display_path(directory.command_log)}")
+        typer.echo(f"next: megalaunch watch {shlex.quote(display_path(directory.root))}, logs or stop")
         background.leave_terminal(directory.command_log)
 
 
@@ -109,7 +110,7 @@ def _write_spec(planned: PreparedRun) -> ExitCode:
     write_spec(planned.spec, planned.directory.spec)
     if int(planned.spec.cluster.nodes) > 1:
         keep_credentials(planned.directory.rendezvous)
-    typer.echo(f"wrote {planned.directory.spec}")
+    typer.echo(f"wrote {display_path(planned.directory.spec)}")
     print_commands(planned)
     return ExitCode.DONE
 

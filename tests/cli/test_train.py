@@ -253,15 +253,15 @@ def test_a_detached_run_continues_until_it_is_stopped(folder):
     assert (code, err) == (0, "")
     holder = read_holder(run.lock).pid
     continues, what_next = out.splitlines()[-2:]
-    assert continues == f"the run continues in process {holder}; output in {run.command_log}"
-    assert what_next == f"next: megalaunch watch {run.root}, logs or stop"
+    assert continues == f"the run continues in process {holder}; output in run/logs/command.log"
+    assert what_next == "next: megalaunch watch run, logs or stop"
     wait_until(lambda: len(steps_of(run)) > 3, 60)
     assert train_tiny(folder, "train.steps=3000", "--detach")[0] == 2  # the directory is in use
     assert CliRunner().invoke(app, ["stop", str(run.root)]).exit_code == 0
     wait_until(lambda: not run_is_locked(run), 60)
     assert read_outcome(run.outcome).exit_code == 75
     logs = CliRunner().invoke(app, ["logs", str(run.root)]).stdout
-    assert f"==> {run.command_log} <==" in logs
+    assert "==> run/logs/command.log <==" in logs
     assert "step    1/3000" in logs
 
 
@@ -277,8 +277,8 @@ def test_a_whole_run_then_its_report_then_its_extension(folder):
         "step 20  validation loss",
         "checkpoint of step 20 saved",
         "finished all 20 steps",
-        f"checkpoint       {directory.checkpoint(20)}",
-        f"plot             {directory.plots / 'loss.png'}",
+        "checkpoint       run/checkpoints/step_00000020",
+        "plot             run/plots/loss.png",
         "the model wrote",
     ):
         assert part in out, part

@@ -142,7 +142,7 @@ def test_a_job_is_submitted_shown_and_stopped(cluster, tmp_path):
     assert done.exit_code == 0, done.output
     record = read_record(run.job)
     assert record.options == ("--namespace=team", "--context=mini")
-    assert f"submitted job {record.id} to kubernetes: 2 nodes, output in {run.logs}/pod_*.log" in done.stdout
+    assert f"submitted job {record.id} to kubernetes: 2 nodes, output in run/logs/pod_*.log" in done.stdout
     assert all(words[:2] == ["--namespace=team", "--context=mini"] for words in cluster.calls if "config" not in words)
     verbs = [next(word for word in words if not word.startswith("--")) for words in cluster.calls]
     assert verbs == ["config", "create", "create", "get", "patch"]

@@ -146,7 +146,7 @@ def test_a_job_is_submitted_shown_and_stopped(slurm, tmp_path):
     slurm.job("PENDING", Reason="Priority")
     done = train(tmp_path, "--detach")
     assert done.exit_code == 0, done.output
-    assert f"submitted job 12 to slurm: 2 nodes, output in {run.logs}/slurm-12.out" in done.stdout
+    assert "submitted job 12 to slurm: 2 nodes, output in run/logs/slurm-12.out" in done.stdout
     record = read_record(run.job)
     assert (record.id, record.launcher, record.nodes) == (12, "slurm", 2)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.format.numbers import format_count, format_loss
+from megalaunch.format.paths import display_path
 from megalaunch.format.table import table_lines
 from megalaunch.launch.run_state import number
 from megalaunch.launchers.record import JobRecord
@@ -25,7 +26,7 @@ _TAIL_BYTES = 1 << 16
 def status_lines(job: RunJob) -> Iterator[str]:
     """Yield what is known about the run of one job."""
     record, outcome = job.record, read_outcome(job.directory.outcome)
-    yield str(job.directory.root)
+    yield display_path(job.directory.root)
     if record is not None:
         yield _line("job", f"{record.id} of {record.launcher}, {_size(record)}, submitted {_time(record.submitted)}")
     yield _line("state", str(job.status))
@@ -36,7 +37,7 @@ def status_lines(job: RunJob) -> Iterator[str]:
     if outcome is not None:
         yield _line("outcome", f"{outcome.reason} (exit code {outcome.exit_code})")
     if record is not None:
-        yield _line("output", record.output)
+        yield _line("output", display_path(record.output))
 
 
 def list_lines(folder: Path, jobs: Sequence[RunJob]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalaunch.format.paths import display_path
 from megalaunch.launchers.select_launcher import select_launcher
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.job_states import RunJob, find_job
@@ -29,7 +30,7 @@ def log_files(job: RunJob, rank: int | None) -> list[Path]:
 
 def missing_log_text(job: RunJob, rank: int | None) -> str:
     """Say why a log of a run does not exist, with what to do about it."""
-    root = job.directory.root
+    root = display_path(job.directory.root)
     ranks = [int(path.stem.removeprefix("rank_")) for path in job.directory.logs.glob("rank_*.log")]
     if rank is not None and ranks:
         return f"{root} has no log of rank {rank}; it has those of ranks {min(ranks)} to {max(ranks)}"
@@ -42,15 +43,17 @@ def empty_logs_text(job: RunJob, rank: int | None, paths: Sequence[Path]) -> str
     """Say that nothing was written to the logs; "" if something was."""
     if not paths or any(path.stat().st_size for path in paths):
         return ""
-    named = ", ".join(map(str, paths)) + (" are empty" if len(paths) > 1 else " is empty")
-    return named if rank is not None else f"{named}; the log of a rank: megalaunch logs {job.directory.root} --rank N"
+    named = ", ".join(map(display_path, paths)) + (" are empty" if len(paths) > 1 else " is empty")
+    if rank is not None:
+        return named
+    return f"{named}; the log of a rank: megalaunch logs {display_path(job.directory.root)} --rank N"
 
 
 def print_last_lines(paths: Sequence[Path], count: int) -> None:
     """Print the last lines of each file, below its name if there are several."""
     for path in paths:
         if len(paths) > 1:
-            print(f"==> {path} <==")
+            print(f"==> {display_path(path)} <==")
         with path.open(encoding="utf-8", errors="replace") as file:
             sys.stdout.writelines(deque(file, maxlen=count))
     sys.stdout.flush()

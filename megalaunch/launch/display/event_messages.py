@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megalaunch.format.numbers import format_counted, format_duration
+from megalaunch.format.paths import display_path
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.worker_failure import failure_from_event
 
@@ -15,7 +16,7 @@ def event_message(event: Record) -> str | None:
         case "phase":
             return f"{event.get('phase')}{_elapsed_text(event)}"
         case "resumed":
-            return f"resuming after step {event.get('step')} from {event.get('checkpoint')}"
+            return f"resuming after step {event.get('step')} from {_path(event, 'checkpoint')}"
         case "overrides_changed":
             changes = event.get("changes")
             shown = "; ".join(map(str, changes)) if isinstance(changes, list) else "?"
@@ -28,7 +29,7 @@ def event_message(event: Record) -> str | None:
         case "checkpoint":
             return f"checkpoint of step {event.get('step')} saved{_duration_text(event)}"
         case "checkpoint_refused":
-            return f"checkpoint {event.get('path')} is invalid and skipped: {event.get('reason')}"
+            return f"checkpoint {_path(event, 'path')} is invalid and skipped: {event.get('reason')}"
         case "zero_gradient":
             limit = event.get("limit")
             after = f"; the run ends after {limit} such steps in a row" if limit else ""
@@ -71,13 +72,18 @@ def event_message(event: Record) -> str | None:
 def storage_warning(path: str, reason: str, fix: str, seconds_left: object) -> str:
     """Return the line of a wait for storage that begins."""
     left = format_duration(seconds_left) if isinstance(seconds_left, (int, float)) else "some time"
-    return f"warning: {path} cannot be written: {reason}: {fix}; the run waits {left} for it (run.storage_timeout)"
+    wait = f"the run waits {left} for it (run.storage_timeout)"
+    return f"warning: {display_path(path)} cannot be written: {reason}: {fix}; {wait}"
 
 
 def storage_back(path: str, seconds: object) -> str:
     """Return the line of a wait for storage that has ended."""
     after = f" after {format_duration(seconds)}" if isinstance(seconds, (int, float)) else ""
-    return f"{path} can be written again{after}"
+    return f"{display_path(path)} can be written again{after}"
+
+
+def _path(event: Record, key: str) -> str:
+    return display_path(str(event.get(key)))
 
 
 def _metrics_cut(event: Record) -> str:

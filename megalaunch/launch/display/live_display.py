@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalaunch.format.numbers import format_count, format_duration, format_flops, format_loss, format_memory
+from megalaunch.format.paths import display_path
 from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.display.log_display import evaluation_line
 from megalaunch.launch.run_state import RunState, number
@@ -70,7 +71,9 @@ def panel(view: RunState, width: int) -> Panel:
         sparks = sparkline(view.losses, min(_SPARK_WIDTH, max(8, width - _FRAME - len("loss "))))
         rows.append(Text(f"loss {sparks}", style="dim"))
     title = f"{view.spec.run.name} · {doing} · {format_duration(view.elapsed)}"
-    return Panel(Group(*rows), title=title, subtitle=str(view.directory.root), border_style="cyan", width=width)
+    return Panel(
+        Group(*rows), title=title, subtitle=display_path(view.directory.root), border_style="cyan", width=width
+    )
 
 
 def doing_now(view: RunState) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import textwrap
+from pathlib import Path
 
+from megalaunch.format.paths import display_path
 from megalaunch.launch.agent import last_lines
 from megalaunch.launch.hang.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
@@ -35,8 +37,8 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, ad
     else:
         lines += _failure_lines(failure, directory)
     if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
-        lines += _field("log", str(_log_path(directory, outcome.details.get("rank"))), 1)
-    lines += _field("run", f"{directory.root}, at step {outcome.step}", 1)
+        lines += _field("log", display_path(_log_path(directory, outcome.details.get("rank"))), 1)
+    lines += _field("run", f"{display_path(directory.root)}, at step {outcome.step}", 1)
     lines += _field("next", advice or _next_step(code, end), 2)
     return lines[: MAX_LINES - 1] + lines[-1:] if len(lines) > MAX_LINES else lines
 
@@ -106,10 +108,10 @@ def _details(details: dict[str, object]) -> list[str]:
     return lines
 
 
-def _log_path(directory: RunDirectory, rank: object) -> str:
+def _log_path(directory: RunDirectory, rank: object) -> Path:
     if isinstance(rank, int):
-        return str(directory.rank_log(rank))
-    return str(directory.agent_log if directory.agent_log.exists() else directory.logs)
+        return directory.rank_log(rank)
+    return directory.agent_log if directory.agent_log.exists() else directory.logs
 
 
 def _field(name: str, text: str, max_lines: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from megalaunch.format.numbers import format_count, format_counted, format_duration, format_loss
+from megalaunch.format.paths import display_path
 from megalaunch.launch.directory import DirectoryState
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.checkpoint.listing import newest_step
@@ -26,7 +27,7 @@ def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> lis
     plots = (("plot", directory.plots / "loss.png"), ("experts", directory.plots / "experts.png"))
     for name, path in (("checkpoint", directory.checkpoint(newest_step(directory.checkpoints))), *plots):
         if path.exists():
-            lines.append(_line(name, str(path)))
+            lines.append(_line(name, display_path(path)))
     return lines + _sample_lines(directory)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from megalaunch.config.errors import ConfigError
+from megalaunch.format.paths import display_path
 from megalaunch.fs import write_file_atomically
 from megalaunch.installation import install_command
 from megalaunch.launch.directory import RunDirectoryError, create_folders, decide, inspect_run, lock_run, unlock_run
@@ -66,7 +67,10 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
         return code
     if rank_results(results, request.metric):
         return ExitCode.DONE
-    typer.echo(f"error: no trial could be ranked; see the logs in the run directories below {folder.root}", err=True)
+    typer.echo(
+        f"error: no trial could be ranked; see the logs in the run directories below {display_path(folder.root)}",
+        err=True,
+    )
     failed = next((r.exit_code for r in results if r.exit_code in list(ExitCode) and r.exit_code), ExitCode.CRASH)
     return ExitCode(failed)
 
@@ -127,10 +131,11 @@ def _lock_sweep(planned: PlannedSweep) -> RunLock:
     except RunLocked as error:
         fail(f"{error}\nfix:  wait for it or stop it there, or choose another name with --name")
     except OSError as error:
-        fail(f"{folder.root} cannot be written ({error.strerror})\nfix:  run the command in another folder")
+        cause = f"{display_path(folder.root)} cannot be written ({error.strerror})"
+        fail(f"{cause}\nfix:  run the command in another folder")
     try:
         if open_folder(folder, planned.request.definition):
-            typer.echo(f"continuing the sweep in {folder.root}")
+            typer.echo(f"continuing the sweep in {display_path(folder.root)}")
     except SweepFolderError as error:
         lock.release()
         fail(f"{error}\nfix:  {error.fix}")
