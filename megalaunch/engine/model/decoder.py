@@ -145,6 +145,7 @@ class Decoder(nn.Module):
         logits: bool = True,
         seeds_B: Tensor | None = None,
         mtp_tokens_BDS: Tensor | None = None,
+        last_positions: Tensor | None = None,
     ) -> Tensor:
         """Return the next token's logits at each position, or the hidden states [B, s, H] for the next pipeline stage.
 
@@ -158,6 +159,7 @@ class Decoder(nn.Module):
             seeds_B: Dropout seeds (model/dropout.py); None: no dropout.
             mtp_tokens_BDS: For each MTP depth the tokens that its positions embed; None: MTP depths do not run. The
                 batch dim of the result is then (1 + D) B: the decoder, and then each depth.
+            last_positions: As for `rope_cos_sin`; needed where `positions` are those of a sequence shard.
         """
         length = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
@@ -176,9 +178,8 @@ class Decoder(nn.Module):
         if self.embeds_input:
             x = self._embed(x, positions, dropout_masks)
         ropes = {layer.rope for layer in self.config.all_layers}
-        rotations = {
-            rope: rope_cos_sin(positions, rope, self.block_dtype or x.dtype) if rope else None for rope in ropes
-        }
+        dtype = self.block_dtype or x.dtype
+        rotations = {rope: rope_cos_sin(positions, rope, dtype, last_positions) if rope else None for rope in ropes}
         for names in self.recompute_groups or tuple((name,) for name in self.layers):
             x = self.group_save_policy(self.forward_layers, names, x, rotations, attends, kv_cache, dropout_masks)
         if kv_cache is not None and self.head is not None:

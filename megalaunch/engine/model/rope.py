@@ -31,19 +31,24 @@ class RopeCache(NamedTuple):
     matrix: Tensor | None = None
 
 
-def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype) -> RopeCache:
+def rope_cos_sin(
+    positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last_positions: Tensor | None = None
+) -> RopeCache:
     """Compute cosines and sines for integer position ids. Angles are always computed in fp32.
 
     They are computed in each forward pass and are no buffer: a buffer would be lost when a model that was built on the
     meta device is materialised by `to_empty`.
 
     Args:
-        positions: Position ids, [S] for all samples or [B, S] for each. LongRoPE depends on the last of a sample.
+        positions: Position ids, [S] for all samples or [B, S] for each.
         rope: The rotation's frequencies and scaling.
         dtype: The dtype of the result.
+        last_positions: The last position of each sample [B, 1], or of each token's sample [B, S], on which LongRoPE
+            depends; None: that among `positions`, which hold full samples.
     """
+    last = positions.amax(dim=-1, keepdim=True) if last_positions is None else last_positions
     exponents = torch.arange(0, rope.rotary_dim, 2, device=positions.device, dtype=torch.float32) / rope.rotary_dim
-    frequencies = scaled_inv_freq(1.0 / rope.theta**exponents, rope, positions.amax(dim=-1))
+    frequencies = scaled_inv_freq(1.0 / rope.theta**exponents, rope, last)
     angles = positions.to(torch.float32)[..., None] * frequencies
     both_halves = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:
@@ -108,12 +113,12 @@ def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
 
 
 def scaled_inv_freq(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
-    """Return the scaled inverse frequencies in radians per position, [R / 2] fp32; [B, 1, R / 2] where `last` is [B].
+    """Return the scaled inverse frequencies in radians per position, fp32: [R / 2], for longrope [*last.shape, R / 2].
 
     Args:
         frequencies: The unscaled inverse frequencies, [R / 2].
         rope: The scaling and its parameters.
-        last: The last position of the sequence, [] or [B]; only longrope depends on it.
+        last: The last position of the sequence, [1], [B, 1] or [B, S]; only longrope depends on it.
     """
     if rope.scaling == "longrope":
         return _longrope(rope, last)
@@ -143,8 +148,7 @@ def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
     exponents = torch.arange(0, rope.rotary_dim, 2, device=last.device, dtype=torch.float32) / rope.rotary_dim
     divisors = copy_to_device(torch.tensor((rope.short_factors, rope.long_factors)), last.device)
     short, long = (1.0 / (divisors * rope.theta**exponents)).unbind()
-    beyond = last >= rope.original_positions
-    return torch.where(beyond if last.dim() == 0 else beyond.view(-1, 1, 1), long, short)
+    return torch.where((last >= rope.original_positions)[..., None], long, short)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:

@@ -49,6 +49,8 @@ class MicroBatch:
             Under dynamic context parallelism every rank holds the document ids of the full samples.
         mtp_tokens: The tokens that each MTP depth embeds, int64 [B, D, S]; None: MTP depths do not run.
         mtp_labels: Their labels, int64 [B, D, S].
+        last_positions: The last position of each sample, int64 [B, 1], of which a sequence shard has only a part; under
+            dynamic context parallelism that of each token's sample, [B, S]. None: the microbatch has full samples.
     """
 
     tokens: Tensor
@@ -57,6 +59,7 @@ class MicroBatch:
     documents: Tensor | None = None
     mtp_tokens: Tensor | None = None
     mtp_labels: Tensor | None = None
+    last_positions: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -65,7 +68,11 @@ class MicroBatch:
         if positions is None:
             positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         given = {"tokens": self.tokens, "positions": positions}
-        optional = {"documents_BS": self.documents, "mtp_tokens_BDS": self.mtp_tokens}
+        optional = {
+            "documents_BS": self.documents,
+            "mtp_tokens_BDS": self.mtp_tokens,
+            "last_positions": self.last_positions,
+        }
         return given | {name: value for name, value in optional.items() if value is not None}
 
     @property
@@ -302,9 +309,11 @@ def shard_for_context_parallel(
     if context.size == 1:
         return batch
     placed = replace(batch, positions=batch.inputs["positions"])
+    last = placed.inputs["positions"].amax(dim=-1, keepdim=True)
     if not by_length:
         local_positions = cp_positions(batch.tokens.shape[1], context)
-        return placed.map(lambda part: part[..., local_positions])
+        return replace(placed.map(lambda part: part[..., local_positions]), last_positions=last)
+    placed = replace(placed, last_positions=last.expand_as(batch.tokens))
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
     tokens = local_token_indices(documents, context, lengths)
     return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)

@@ -162,6 +162,7 @@ class SingleStage:
             logits=logits,
             seeds_B=seeds_B,
             mtp_tokens_BDS=batch.mtp_tokens,
+            last_positions=batch.last_positions,
         )
         return output
 

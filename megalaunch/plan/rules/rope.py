@@ -184,18 +184,6 @@ def longrope_factors(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("rope.longrope_context", "longrope has cp 1.")
-def longrope_context(at: RuleContext) -> Iterator[Violation]:
-    """The sequence length selects the factors, and a context-parallel rank has only a part of the sequence."""
-    if at.spec.model.rope.scaling == "longrope" and at.spec.parallel.cp > 1:
-        yield Violation(
-            "parallel.cp",
-            f"longrope depends on the sequence length, but each of {at.spec.parallel.cp} cp ranks has a part",
-            {"cp": at.spec.parallel.cp},
-            ({"parallel.cp": 1},),
-        )
-
-
 @rule("rope.original_missing", "rope.original_positions is given for llama3, yarn and longrope.")
 def original_missing(at: RuleContext) -> Iterator[Violation]:
     """It decides which frequencies are scaled."""

@@ -80,7 +80,6 @@ ROPE = {
         "model.rope.attention_factor=1.2", "model.rope.attention_factor=1.2 model.rope.scaling=yarn", LLAMA3
     ),
     "rope.longrope_factors": Case("model.rope.short_factors=[1.0]", "model.rope.fraction=1", LONGROPE),
-    "rope.longrope_context": Case("parallel.cp=2", "parallel.tp=2", LONGROPE),
     "rope.yarn_idle": Case("model.rope.beta_fast=16", "model.rope.low_frequency_factor=2", LLAMA3),
     "rope.rotated_width": Case("model.rope.fraction=0.3", "model.rope.fraction=0.25"),
     "rope.factor_one": Case("model.rope.factor=1", "model.rope.factor=2", LLAMA3),
