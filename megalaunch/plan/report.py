@@ -20,15 +20,28 @@ from megalaunch.schema import RunSpec, SpecProblem
 
 _WIDTH = 116
 
+COMPOSITION = "config.schema"
+"""The rule of problems of composition."""
+
 
 def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
     """Convert problems of composition to findings."""
-    return [Finding("config.schema", severity, p.path, p.message, origin=p.where) for p in problems]
+    return [Finding(COMPOSITION, severity, p.path, p.message, origin=p.where) for p in problems]
 
 
 def problems_text(problems: Sequence[SpecProblem]) -> str:
     """Return problems of composition as text."""
     return findings_text(problems_as_findings(problems))
+
+
+def uncomposed_text(problems: Sequence[SpecProblem]) -> str:
+    """Return problems of composition as text, for a command that checks the rules of what is composed."""
+    return problems_text(problems) + rules_wait(len(problems))
+
+
+def rules_wait(problems: int) -> str:
+    """Return the end of a summary: no rule has been checked, because of so many problems of composition."""
+    return f"; the rules are checked once {'they are' if problems > 1 else 'it is'} corrected"
 
 
 def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None = None) -> str:
@@ -119,6 +132,12 @@ def _degrees(topology: Topology, *axes: str) -> str:
     return " x ".join(f"{axis} {getattr(topology, axis)}" for axis in axes if getattr(topology, axis) > 1)
 
 
+def finding_line(finding: Finding) -> str:
+    """Return rule and message in one line, with the key where the message does not name it."""
+    key = f"{finding.path}: " if finding.rule == COMPOSITION else ""
+    return f"{finding.rule}: {key}{finding.message}"
+
+
 def finding_block(finding: Finding) -> str:
     """Return the lines of one error or warning: key and rule, message, origin, fixes, and how to explain the rule."""
     lines = [f"{finding.severity}: {finding.path}  [{finding.rule}]"]
@@ -127,7 +146,7 @@ def finding_block(finding: Finding) -> str:
         lines.append(f"  from: {finding.origin}")
     if finding.fixes:
         lines.append("  fix:  " + "   or   ".join(finding.fixes))
-    if finding.rule != "config.schema":  # its message is complete
+    if finding.rule != COMPOSITION:  # its message is complete
         lines.append(f"  why:  megalaunch explain {finding.rule}")
     return "\n".join(lines)
 

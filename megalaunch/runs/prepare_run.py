@@ -98,19 +98,19 @@ def _compose(overrides: list[str]) -> Composition:
     """Compose the overrides; end the command with every problem of them."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
-    from megalaunch.plan.report import problems_text
+    from megalaunch.plan.report import uncomposed_text
     from megalaunch.runs.errors import refuse
 
     try:
         return compose(overrides)
     except ConfigError as error:
-        refuse(problems_text(error.problems))
+        refuse(uncomposed_text(error.problems))
 
 
 def _check(planned: PreparedRun, starts: bool) -> None:
     """End the command with all errors; else print warnings and the table of the run."""
     from megalaunch.plan.check import check
-    from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.findings import has_errors, sort_findings
     from megalaunch.plan.overrides import changed_overrides
     from megalaunch.plan.report import findings_text, problems_as_findings, run_table
     from megalaunch.plan.resolve import machine_mismatch
@@ -144,6 +144,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
         if planned.state.checkpoints:  # the checkpoint has the weights, so their source may be gone
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
         findings += [*incompatible_changes(spec, stored), *changed_overrides(spec, stored)]
+    findings = sort_findings(findings)
     if has_errors(findings):
         here = planned.machine if planned.start != "job" else None
         text = refusal_text(findings, planned.composition, spec, here)

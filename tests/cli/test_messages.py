@@ -202,3 +202,24 @@ def test_a_sweep_without_arguments_says_all_that_is_missing(tmp_path, monkeypatc
 def test_a_branch_without_a_recipe_is_told_where_its_settings_are():
     code, text = invoke("train", "--from", "runs/a@20", "run.name=b")
     assert (code, "not its settings; type those of its overrides.txt" in text) == (2, True)
+
+
+@pytest.mark.parametrize("command", [("validate-config",), ("train",), ("plan",), ("sweep", "--dry-run")])
+def test_every_command_says_that_rules_wait_for_right_keys(command):
+    """tp=3 breaks rules of the tiny model, which are not checked before the key is known."""
+    wrong = [*command, "recipe=tiny", "data.mock=true", "parallel.tp=3", "optimizer.lr=1e-3,2e-3"]
+    if command[0] != "sweep":
+        wrong.pop()
+    code, text = invoke(*wrong, "train.stepps=3")
+    assert (code, "parallel.heads_by_tp" in text) == (2, False)
+    assert "train.stepps" in text
+    assert "the rules are checked once it is corrected" in text
+    assert "the rules are checked once they are corrected" in invoke(*wrong, "train.stepps=3", "train.steps=x")[1]
+    assert "the rules are checked" not in invoke(*wrong)[1]
+
+
+def test_errors_come_before_warnings(tmp_path):
+    wrong = ["recipe=tiny", "data.mock=true", "parallel.tp=3", "optimizer.lr=9", f"run.directory={tmp_path}/run"]
+    for command in (["train"], ["validate-config"]):
+        text = invoke(*command, *wrong, f"checkpoint.branch_from={tmp_path}/none")[1]
+        assert text.rindex(" error: ") < text.index("warning: optimizer.lr"), command

@@ -71,7 +71,7 @@ def _resolved(overrides: list[str]) -> tuple[Composition, Resolution]:
     """Compose the overrides and resolve the spec; exit with code 2 when they do not compose."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
-    from megalaunch.plan.report import finding_block, problems_as_findings, problems_text
+    from megalaunch.plan.report import finding_block, problems_as_findings, uncomposed_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.runs.errors import refuse
@@ -79,7 +79,7 @@ def _resolved(overrides: list[str]) -> tuple[Composition, Resolution]:
     try:
         composition = compose(overrides)
     except ConfigError as error:
-        refuse(problems_text(error.problems))
+        refuse(uncomposed_text(error.problems))
     for finding in problems_as_findings(composition.repeated, "warning"):
         typer.echo(finding_block(finding), err=True)
     for note in composition.notes:

@@ -30,7 +30,7 @@ def validate_config(
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors, sort_findings
-    from megalaunch.plan.report import findings_json, findings_text, problems_as_findings, problems_text
+    from megalaunch.plan.report import findings_json, findings_text, problems_as_findings, problems_text, rules_wait
     from megalaunch.plan.resolve import resolve
     from megalaunch.plan.summary import derived_values
     from megalaunch.platform.detect import detect_machine
@@ -47,7 +47,7 @@ def validate_config(
         composition = compose(typed)
     except ConfigError as error:
         findings, derived = problems_as_findings(error.problems), {}
-        later = f"; the rules are checked once {'they are' if len(findings) > 1 else 'it is'} corrected"
+        later = rules_wait(len(findings))
     else:
         machine = detect_machine()
         resolution = resolve(composition.spec, machine, composition.choices.get("recipe"))

@@ -53,14 +53,14 @@ def prepare_rehearsal(overrides: list[str]) -> PreparedRehearsal:
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.check import check
-    from megalaunch.plan.report import problems_text
+    from megalaunch.plan.report import uncomposed_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
 
     try:
         composition = compose(overrides)
     except ConfigError as error:
-        refuse(problems_text(error.problems))
+        refuse(uncomposed_text(error.problems))
     machine = detect_machine()
     run = resolve(composition.spec, machine, composition.choices.get("recipe")).spec
     elsewhere = run_elsewhere(composition, run, machine)

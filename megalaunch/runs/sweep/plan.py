@@ -14,7 +14,7 @@ from megalaunch.config.search_space import Values
 from megalaunch.hub.name import HubError
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
-from megalaunch.plan.report import problems_as_findings
+from megalaunch.plan.report import finding_line, problems_as_findings
 from megalaunch.plan.resolve import machine_mismatch, resolve
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.platform.detect import Machine, detect_machine
@@ -49,7 +49,7 @@ class ValidatedPoint:
     @property
     def reason(self) -> str:
         """Why the point is skipped, in one line."""
-        return "; ".join(f"{finding.rule}: {finding.message}" for finding in self.reasons)
+        return "; ".join(map(finding_line, self.reasons))
 
     @property
     def label(self) -> str:

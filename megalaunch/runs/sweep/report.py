@@ -9,7 +9,7 @@ from typing import Any
 from megalaunch.format.numbers import format_counted
 from megalaunch.format.table import table_lines
 from megalaunch.plan.findings import Finding, as_json
-from megalaunch.plan.report import finding_block
+from megalaunch.plan.report import COMPOSITION, finding_block, finding_line, rules_wait
 from megalaunch.runs.sweep.display import figures, label
 from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
 from megalaunch.runs.sweep.results import TrialResult, rank_results, unranked_reason
@@ -37,7 +37,7 @@ def _skip_reason(point: ValidatedPoint, shared: Sequence[Finding]) -> str:
     if not own:
         return "no error of its own: only those of all points"
     more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
-    return f"skipped{more}: {own[0].rule}: {own[0].message}"
+    return f"skipped{more}: {finding_line(own[0])}"
 
 
 def _truncate(line: str) -> str:
@@ -53,10 +53,13 @@ def counts(planned: PlannedSweep) -> list[str]:
         return [*warnings, f"tpe proposes {request.trials} points during the sweep", ranking]
     total = len(planned.points)
     points = f"{total} point{'s' if total != 1 else ''}"
+    uncomposed = {f.path + f.message for point in planned.skipped for f in point.reasons if f.rule == COMPOSITION}
     lines = [*warnings, f"{points}: {len(planned.runnable)} to run, {len(planned.skipped)} skipped"]
-    lines += [f"  all points: {finding.rule}: {finding.message}" for finding in planned.shared]
+    lines += [f"  all points: {finding_line(finding)}" for finding in planned.shared]
     if planned.reasons:
         lines += table_lines(((str(count), rule) for rule, count in planned.reasons.most_common()), right=(0,))
+    if uncomposed:
+        lines.append(f"{format_counted(len(uncomposed), 'error')} of composition{rules_wait(len(uncomposed))}")
     if request.sampler == "tpe":
         lines.append(f"tpe proposes {request.trials} points during the sweep; the points above are a random sample")
     return [*lines, ranking]

@@ -20,7 +20,7 @@ from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.lock import RunLock, RunLocked
 from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
-from megalaunch.plan.report import problems_text
+from megalaunch.plan.report import finding_line, problems_text
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import incompatible_changes
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
@@ -119,7 +119,7 @@ def _all_reasons(planned: PlannedSweep) -> list[str]:
     if planned.shared:
         return []  # `counts` shows them once
     shown = planned.skipped[:10]
-    return [f"  {point.label}: {point.reasons[0].rule}: {point.reasons[0].message}" for point in shown]
+    return [f"  {point.label}: {finding_line(point.reasons[0])}" for point in shown]
 
 
 def _lock_sweep(planned: PlannedSweep) -> RunLock:
