@@ -26,6 +26,8 @@ DIRECTORY_MODE = 0o750
 """Mode of new directories, before the umask."""
 PRIVATE_MODE = 0o600
 """Mode of files that hold a secret."""
+UMASK_FILE_MODE, UMASK_DIRECTORY_MODE = 0o666, 0o777
+"""Modes of an export for other programs: the umask alone decides, as for files that they write."""
 PUBLIC_FILE_MODE = 0o644
 """Mode of files that all users may read, such as token files."""
 PUBLIC_DIRECTORY_MODE = 0o755

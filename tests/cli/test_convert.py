@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def test_there_and_back_is_the_same_bytes(folder, tmp_path):
     assert config["pad_token_id"] is None, "transformers would give its row no gradient"
     assert config["torch_dtype"] == "bfloat16"
     assert from_hf_config(config, "tiny") == from_hf_config(json.loads((folder / "config.json").read_text()), "tiny")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_the_umask_alone_decides_who_reads_an_export(folder, tmp_path, umask):
+    assert convert("import", folder, "--output", tmp_path / "ckpt").exit_code == 0
+    before = os.umask(umask)
+    try:
+        exported = convert("export", tmp_path / "ckpt", "--output", tmp_path / "out", "--max-shard-size", "20KB")
+    finally:
+        os.umask(before)
+    assert exported.exit_code == 0, exported.output
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert {name.rpartition(".")[2] for name in modes} >= {"safetensors", "json"}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_an_import_is_inspected_like_a_checkpoint_of_a_run(folder, tmp_path):

@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
-from megalaunch.fs import create_temporary_directory, discard_directory, make_directory, publish_directory
+from megalaunch.fs import (
+    DIRECTORY_MODE,
+    create_temporary_directory,
+    discard_directory,
+    make_directory,
+    publish_directory,
+)
 
 
 def require_new(output: Path) -> None:
@@ -36,12 +42,13 @@ def count_bytes(total: int, wrote: Wrote) -> Callable[[int], None]:
 
 
 @contextmanager
-def atomic_directory(output: Path, needed: int) -> Iterator[Path]:
+def atomic_directory(output: Path, needed: int, mode: int = DIRECTORY_MODE) -> Iterator[Path]:
     """Yield a temporary directory; rename it to `output` on success, remove it on failure.
 
     Args:
         output: the final path. Must not exist (`require_new`).
         needed: estimated size in bytes, checked against the free space before anything is written.
+        mode: mode of the directory, before the umask.
 
     Raises:
         CheckpointError: too little space is free; also in place of any OSError of the body.
@@ -51,7 +58,7 @@ def atomic_directory(output: Path, needed: int) -> Iterator[Path]:
     unfinished = None
     try:
         make_directory(output.parent)
-        unfinished = create_temporary_directory(output)
+        unfinished = create_temporary_directory(output, mode)
         yield unfinished
         publish_directory(unfinished, output)
     except OSError as error:

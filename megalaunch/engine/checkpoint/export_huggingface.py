@@ -22,6 +22,7 @@ from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, 
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS
 from megalaunch.engine.weight_maps.weight_mapping import WeightMapping, holds_experts
 from megalaunch.engine.weight_maps.weights import get_family_weights
+from megalaunch.fs import UMASK_DIRECTORY_MODE, UMASK_FILE_MODE
 from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.importers.huggingface.registry import FamilyError, get_text_config, to_hf_config
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS, read_document
@@ -106,7 +107,7 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
     sources = {name: source for pair in pairs for name, source in _sources(weights, pair, asked.dtype)}
     sources |= {copy: sources[name] for copy, name in family.copies(weights.model).items()}
     total = sum(source.size for source in sources.values())
-    with atomic_directory(asked.output, total) as unfinished:
+    with atomic_directory(asked.output, total, UMASK_DIRECTORY_MODE) as unfinished:
         _write_shards(unfinished, sources, asked.max_shard_bytes, count_bytes(total, wrote))
         dtype = next(iter(sources.values())).dtype
         config = {**_token_ids(weights, config), **config, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -163,12 +164,12 @@ def _write_shards(
         shards[-1].append(name)
         shard_bytes += source.size
     if len(shards) == 1:
-        write_file(unfinished / WEIGHTS_FILE, sources, count)
+        write_file(unfinished / WEIGHTS_FILE, sources, count, UMASK_FILE_MODE)
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(unfinished / file, {name: sources[name] for name in names}, count)
+        write_file(unfinished / file, {name: sources[name] for name in names}, count, UMASK_FILE_MODE)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(s.size for s in sources.values())}, "weight_map": weight_map}
     (unfinished / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.fs import open_file
+from megalaunch.fs import FILE_MODE, open_file
 from megalaunch.rundir.checkpoint.header import read_header
 from megalaunch.rundir.checkpoint.manifest import FileRecord
 
@@ -59,7 +59,10 @@ class TensorSource:
 
 
 def write_file(
-    path: Path, sources: Mapping[str, TensorSource], wrote: Callable[[int], None] = lambda count: None
+    path: Path,
+    sources: Mapping[str, TensorSource],
+    wrote: Callable[[int], None] = lambda count: None,
+    mode: int = FILE_MODE,
 ) -> FileRecord:
     """Write tensors to a new file and sync it to disk.
 
@@ -67,6 +70,7 @@ def write_file(
         path: the file, which must not exist.
         sources: the tensors by name.
         wrote: called with the size of every write in bytes.
+        mode: mode of the file, before the umask.
 
     Returns:
         Name, size and hash of the file.
@@ -89,7 +93,7 @@ def write_file(
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with HashedFile(path, wrote) as file:
+    with HashedFile(path, wrote, mode) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             data = sources[name].data()
@@ -101,11 +105,11 @@ def write_file(
 class HashedFile:
     """A new file that is hashed as it is written and synced when closed. `wrote` gets the size of every write."""
 
-    def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
-        self._path, self._hash, self._size, self._wrote = path, hashlib.sha256(), 0, wrote
+    def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None, mode: int = FILE_MODE) -> None:
+        self._path, self._hash, self._size, self._wrote, self._mode = path, hashlib.sha256(), 0, wrote, mode
 
     def __enter__(self) -> HashedFile:
-        self._descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode)
         return self
 
     def write(self, data: bytes | memoryview) -> None:
