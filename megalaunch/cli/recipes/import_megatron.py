@@ -128,6 +128,7 @@ def _json(imported: Imported) -> str:
             ],
             "defaults": dict(imported.defaults),
             "missing": list(imported.missing),
+            "problems": list(imported.problems),
             "notes": list(imported.notes),
         },
         indent=2,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ __all__ = ["Imported", "ScriptProblem", "import_script"]
 class Imported:
     """An imported recipe, the value of every key set by the script or Megatron's defaults, and the flags' reports.
 
-    `defaults` are the keys that no flag set and whose Megatron default differs from megalaunch's.
+    `defaults` are the keys that no flag set and whose Megatron default differs from megalaunch's. `problems` are
+    contradictions in the script, with which neither Megatron-LM nor the recipe starts.
     """
 
     recipe: RecipeFiles
@@ -39,6 +41,7 @@ class Imported:
     defaults: Mapping[str, Any]
     missing: tuple[str, ...]
     notes: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
 
 def import_script(
@@ -74,7 +77,15 @@ def import_script(
     if exported.keys() - set(read):
         notes.append(f"environment variables are not imported: {', '.join(sorted(exported.keys() - set(read)))}")
     recipe = write_recipe(name, values, platform, source)
-    return Imported(recipe, values, tuple(reports(arguments, values)), defaults, _missing(values, recipe), tuple(notes))
+    return Imported(
+        recipe,
+        values,
+        tuple(reports(arguments, values)),
+        defaults,
+        _missing(values, recipe),
+        tuple(notes),
+        tuple(_layout_problems(values)),
+    )
 
 
 def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
@@ -193,6 +204,21 @@ def _implicit_defaults(given: Arguments, values: Mapping[str, Any]) -> dict[str,
     }
 
 
+def _layout_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the devices that the script starts cannot hold its layout, if it says how many they are."""
+    nodes, devices = values.get("cluster.nodes"), values.get("cluster.devices_per_node")
+    if nodes is None or devices is None:
+        return
+    grids = [("tp", "pp", "cp"), *([("etp", "ep", "pp")] if values.get("model.moe.num_experts") else [])]
+    for axes in grids:
+        degrees = {axis: values.get(f"parallel.{axis}") or 1 for axis in axes}
+        needed = math.prod(degrees.values())
+        if nodes * devices % needed:
+            shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+            count = f"{needed} devices" if nodes * devices < needed else f"a multiple of {needed} devices"
+            yield f"the script starts {nodes} x {devices} devices, and its layout needs {count} ({shown})"
+
+
 def _missing(values: Mapping[str, Any], recipe: RecipeFiles) -> tuple[str, ...]:
     """Return the keys without a default that neither the script nor the chosen model sets."""
     nested = schema_defaults()
@@ -225,6 +251,9 @@ def report_text(imported: Imported) -> str:
         blocks.append("\n".join(["Megatron's defaults that differ from megalaunch's", *lines]))
     if imported.missing:
         blocks.append("\n".join(["missing: set these keys in the recipe", *(f"  {key}" for key in imported.missing)]))
+    if imported.problems:
+        lines = [f"  {problem}" for problem in imported.problems]
+        blocks.append("\n".join(["cannot start: correct this in the recipe", *lines]))
     if imported.notes:
         blocks.append("\n".join(["notes", *(f"  {note}" for note in imported.notes)]))
     return "\n\n".join(blocks)
