@@ -12,7 +12,6 @@ from megalaunch.engine.checkpoint.convert import export_huggingface, import_hugg
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.checkpoint.upcycle import Upcycling
-from megalaunch.engine.inference.batch_generation import Completion, TextDelta
 from megalaunch.engine.inference.jobs import (
     Answer,
     EvaluateJob,
@@ -32,6 +31,7 @@ from megalaunch.engine.inference.request import (
     validate_prompts,
 )
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.inference.sequence_text import Completion, TextDelta
 from megalaunch.engine.platform.registry import best_device, get_platform
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.schema import RunSpec

@@ -21,13 +21,13 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megalaunch.engine.inference.batch_generation import Completion
 from megalaunch.engine.inference.chat_template import named_token
 from megalaunch.engine.inference.generate import TextModel
 from megalaunch.engine.inference.load_model import LanguageModel, ModelSource, open_model
 from megalaunch.engine.inference.loglikelihood import loglikelihoods
 from megalaunch.engine.inference.request import GenerationRequest, generate_with
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.inference.sequence_text import Completion
 from megalaunch.engine.platform.registry import platform_of
 
 _log = logging.getLogger(__name__)

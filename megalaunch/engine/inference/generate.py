@@ -15,6 +15,7 @@ from torch import Tensor
 from megalaunch.engine.inference.decode_graph import DecodeGraph, can_capture
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.sampling import Sampler, Sampling
+from megalaunch.engine.inference.sequence_text import RowLogprobs
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.decoder import Decoder
 
@@ -64,6 +65,11 @@ class Logprobs(NamedTuple):
     top_ids_Bn: Tensor
     top_Bn: Tensor
 
+    def row(self, index: int) -> RowLogprobs:
+        """Return those of one row."""
+        top = zip(self.top_ids_Bn[index].tolist(), self.top_Bn[index].tolist(), strict=True)
+        return RowLogprobs(float(self.chosen_B[index]), list(top))
+
 
 class SampledTokens(NamedTuple):
     """The next token of every row, [B] int64 on the CPU. Tokens of rows that had ended before are meaningless."""
@@ -112,7 +118,7 @@ def generate_tokens(
         next_B = sampler.next_tokens(logits_BV)
         for row, token in enumerate(next_B.tolist()):
             ended[row] = ended[row] or token in config.eos_token_ids
-        yield SampledTokens(next_B, _logprobs(logits_BV, next_B, config.logprobs))
+        yield SampledTokens(next_B, token_logprobs(logits_BV, next_B, config.logprobs))
         if all(ended):
             return
         tokens_BS = next_B[:, None]
@@ -139,7 +145,8 @@ def next_logits(model: TextModel, tokens_BS: Tensor, cache: KVCache) -> Tensor:
     return model(tokens_BS, cache.advance(tokens_BS.shape[1], tokens_BS.device), cache)[:, -1]
 
 
-def _logprobs(logits_BV: Tensor, next_B: Tensor, num_top: int | None) -> Logprobs | None:
+def token_logprobs(logits_BV: Tensor, next_B: Tensor, num_top: int | None) -> Logprobs | None:
+    """Return the log-probabilities of the tokens [B] and of the `num_top` most likely ones; None: of none."""
     if num_top is None:
         return None
     all_BV = logits_BV.float().log_softmax(dim=-1).cpu()

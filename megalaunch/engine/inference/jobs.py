@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from megalaunch.engine.inference.batch_generation import Completion, TextDelta, TokenLogprob, TokenLogprobs
 from megalaunch.engine.inference.request import GenerationRequest
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.inference.sequence_text import Completion, TextDelta, TokenLogprob, TokenLogprobs
 from megalaunch.fs import write_file_atomically
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory

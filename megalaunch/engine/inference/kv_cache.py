@@ -64,6 +64,14 @@ class LayerKVCache:
             buffer.index_copy_(2, slot_1, state)
         return [buffer.narrow(2, 0, width) for buffer in self._buffers]
 
+    def states_of(self, rows: Sequence[int], length: int) -> list[Tensor]:
+        """Return copies of the states of some rows, right-aligned: the last `length` positions, 0 before the first."""
+        kept = min(length, self.length)
+        return [
+            F.pad(buffer[list(rows), :, self.length - kept : self.length], (0, 0, length - kept, 0))
+            for buffer in self._buffers
+        ]
+
     def clear_rest(self) -> None:
         """Set the states of positions that are not filled to 0: a mask hides them, but not NaN among them."""
         for buffer in self._buffers:
@@ -104,6 +112,10 @@ class KVCache:
         self.starts_B = self.starts_B.to(device)
         return (slots_S - self.starts_B[:, None]).clamp(min=0)
 
+    def row_length(self, row: int) -> int:
+        """Return the number of tokens of a row so far, without padding."""
+        return self.length - (0 if self.starts_B is None else int(self.starts_B[row]))
+
     def append_slot(self) -> None:
         """Count one more position of every layer as filled, which `LayerKVCache.update_at` writes."""
         self.length += 1
@@ -130,6 +142,23 @@ class KVCache:
         distance = keys[self.length - num_tokens :, None] - keys
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return ((near & (keys >= starts_B[:, None, None])) | (distance == 0)).unsqueeze(1)
+
+
+def join_rows(parts: Sequence[tuple[KVCache, Sequence[int]]], spare: int) -> KVCache:
+    """Return a KV cache with some rows of each of several, in this order, and room for `spare` more tokens.
+
+    Rows are right-aligned, so that all of them go on at the same position of the buffers: rows may join a batch, and
+    leave it, between any two steps.
+    """
+    lengths = [cache.row_length(row) for cache, rows in parts for row in rows]
+    longest = max(lengths)
+    first, _ = parts[0]
+    joined = KVCache(len(first.layers), longest + spare, [longest - length for length in lengths])
+    joined.length = longest
+    for number, layer in enumerate(joined.layers):
+        states = zip(*(cache[number].states_of(rows, longest) for cache, rows in parts), strict=True)
+        layer.update(*(torch.cat(rows) for rows in states))
+    return joined
 
 
 def _masked(

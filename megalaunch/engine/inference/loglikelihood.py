@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalaunch.engine.inference.generate import token_logprobs
+from megalaunch.engine.inference.sequence_text import RowLogprobs
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.scored_pairs import Pair, check_pairs
 
+_SCORED_AT_ONCE = 256  # positions whose logits are held: [256, V]
 _FILLER = 0  # right padding; with causal attention no real token attends to it
 
 
@@ -55,6 +58,29 @@ def loglikelihoods(
             yield from ((number, _likelihood(logprobs_CV, after)) for number, after in asked)
 
 
+def prompt_logprobs(
+    model: Decoder, tokens: Sequence[int], num_top: int, vocab_size: int | None = None
+) -> Iterator[RowLogprobs]:
+    """Yield the log-probabilities of each token of a text given those before it, from the second token on.
+
+    Args:
+        model: The decoder; it holds the whole model.
+        tokens: The tokens of the text.
+        num_top: The number of most likely tokens at each position.
+        vocab_size: Ids from here on are no tokens: an embedding may have more rows than its tokenizer.
+    """
+    if len(tokens) < 2:
+        return
+    (states_SH,) = _states(model, [tokens[:-1]])
+    for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
+        part_SH = states_SH[start : start + _SCORED_AT_ONCE]
+        logits_CV = _logits(model, part_SH, len(part_SH))[:, :vocab_size]
+        chosen_C = torch.tensor(tokens[start + 1 : start + 1 + len(part_SH)])
+        found = token_logprobs(logits_CV, chosen_C, num_top)
+        assert found is not None, "their number was given"
+        yield from map(found.row, range(len(part_SH)))
+
+
 @torch.inference_mode()
 def _states(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return the head's input of padded rows, [B, S, H]."""
@@ -67,9 +93,15 @@ def _states(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
 @torch.inference_mode()
 def _logprobs(model: Decoder, states_SH: Tensor, count: int) -> Tensor:
     """Return the next token's log-probabilities at each of the last `count` positions, fp32 [C, V]."""
+    return _logits(model, states_SH, count).float().log_softmax(dim=-1)
+
+
+@torch.inference_mode()
+def _logits(model: Decoder, states_SH: Tensor, count: int) -> Tensor:
+    """Return the next token's logits at each of the last `count` positions, [C, V]."""
     assert model.head is not None, "a whole model"
     (logits_CV,) = model.tp_region.column_parallel_linear(states_SH[None, -count:], model.head)
-    return model.softcap_logits(logits_CV)[0].float().log_softmax(dim=-1)
+    return model.softcap_logits(logits_CV)[0]
 
 
 def _likelihood(logprobs_CV: Tensor, after: Sequence[int]) -> LogLikelihood:

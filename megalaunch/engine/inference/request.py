@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megalaunch.engine.inference.batch_generation import BatchGenerator, Completion, TextDelta
+from megalaunch.engine.inference.batch_generation import BatchGenerator
 from megalaunch.engine.inference.chat_template import chat_texts
 from megalaunch.engine.inference.generate import GenerationConfig, TextModel
 from megalaunch.engine.inference.load_model import LanguageModel, ModelSource
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.inference.sequence_text import Completion, TextDelta
 from megalaunch.schema.model import ModelSpec
 
 

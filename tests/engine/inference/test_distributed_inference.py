@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
-from megalaunch.engine.inference.batch_generation import TextDelta
 from megalaunch.engine.inference.jobs import answers_file, to_record
+from megalaunch.engine.inference.sequence_text import TextDelta
 from megalaunch.engine.inference_rank import answer_job
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.run_end import RunEnd
