@@ -48,7 +48,7 @@ def bring_up_to_date(root: Path, extras: str, fingerprint: str, lock: int) -> No
     venv = root / ".venv"
     had = stamp_fields(venv)
     every = {*extras.split(","), *had[1].split(",")} - {""}
-    wanted = ",".join(sorted(every, key=["train", "dev", "data", "trackers", "parity"].index))
+    wanted = ",".join(sorted(every, key=["train", "serve", "dev", "data", "trackers", "parity"].index))
     if had == [fingerprint, wanted, str((venv / "bin/python").resolve())]:
         return  # the one that was waited for did it
     check_disk(root, wanted)

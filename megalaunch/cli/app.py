@@ -65,6 +65,7 @@ GROUPS: Mapping[str, Mapping[str, Subcommand]] = {
     },
     "Models": {
         "generate": Subcommand("text.generate", "generate", "Generate text with a trained model."),
+        "serve": Subcommand("text.serve", "serve", "Serve a model over HTTP, with OpenAI's interface."),
         "evaluate": Subcommand("text.evaluate", "evaluate", "Evaluate a model: loss, perplexity, lm-eval tasks."),
         "checkpoint": Subcommand("checkpoint.checkpoint", "app", "List, inspect and verify checkpoints."),
         "convert": Subcommand("checkpoint.convert", "app", "Convert checkpoints: Hugging Face, Megatron-LM.", True),

@@ -16,6 +16,7 @@ EXAMPLES = {
     "runs clean": "runs clean runs",
     "report": "report runs/quickstart",
     "generate": 'generate runs/quickstart --prompt "def " --max-new-tokens 50',
+    "serve": "serve runs/quickstart --port 8000",
     "evaluate": "evaluate runs/quickstart --data text/",
     "checkpoint list": "checkpoint list runs/quickstart",
     "checkpoint inspect": "checkpoint inspect runs/quickstart",

@@ -22,15 +22,12 @@ _OTHER_NAMES = {
     "generate": ("chat", "infer", "inference", "sample"),
     "import-megatron": ("import",),
     "preprocess": ("prepare", "tokenize"),
+    "serve": ("api-server", "deploy", "server"),
     "train": ("fit", "finetune", "launch", "pretrain", "resume", "run", "start"),
     "validate-config": ("check", "lint", "validate"),
     "watch": ("attach",),
 }
 """Other programs' names of each command."""
-_NO_SERVER = (
-    "There is no server: 'megalaunch convert export RUN_DIR --output HF_DIR' writes a folder for inference "
-    "servers, 'megalaunch generate RUN_DIR --prompts FILE' answers many prompts."
-)
 
 
 def next_step(arguments: Sequence[str], commands: Sequence[str]) -> str:
@@ -39,8 +36,6 @@ def next_step(arguments: Sequence[str], commands: Sequence[str]) -> str:
     >>> next_step(["trian", "recipe=tiny"], ["train", "plan"])
     "Did you mean 'megalaunch train recipe=tiny'?"
     """
-    if arguments[0].lower() in ("serve", "deploy"):
-        return _NO_SERVER
     recipe = _recipe_argument(arguments[0])
     wanted = ["train", recipe] if recipe else [_command_for(arguments[0], commands)]
     if wanted[0] is not None:

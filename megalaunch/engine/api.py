@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from megalaunch.engine.checkpoint.convert import export_huggingface, import_hugg
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.checkpoint.upcycle import Upcycling
+from megalaunch.engine.inference.cpu_threads import set_num_threads_for
 from megalaunch.engine.inference.jobs import (
     Answer,
     EvaluateJob,
@@ -32,6 +34,7 @@ from megalaunch.engine.inference.request import (
 )
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.sequence_text import Completion, TextDelta
+from megalaunch.engine.inference.server.settings import ServerSettings
 from megalaunch.engine.platform.registry import best_device, get_platform
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.schema import RunSpec
@@ -58,6 +61,7 @@ __all__ = [
     "MegatronCheckpoint",
     "ModelSource",
     "Sampling",
+    "ServerSettings",
     "TextDelta",
     "Upcycling",
     "answers_file",
@@ -75,6 +79,7 @@ __all__ = [
     "load_weights",
     "open_model",
     "open_source",
+    "serve",
     "set_num_threads_for",
     "stream_text",
     "task_scores",
@@ -83,8 +88,6 @@ __all__ = [
     "validate_prompts",
     "write_job",
 ]
-
-_WORTH_THREADS = 20_000_000  # parameters; one thread reads this many in about 10 ms
 
 
 def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules | None = None) -> DeepPlan:
@@ -207,11 +210,18 @@ def stream_text(
     return (piece.text for piece in asked if isinstance(piece, TextDelta))
 
 
-def set_num_threads_for(model: LanguageModel) -> None:
-    """Set torch to one CPU thread for a small model, in a process that only generates text.
+def serve(model: LanguageModel, listener: socket.socket, settings: ServerSettings) -> None:
+    """Serve a model over HTTP, with OpenAI's interface, until SIGINT or SIGTERM. Call it in the main thread.
 
-    Operations of a few microseconds spend more time on synchronizing threads than on computing: 100 tokens of a model
-    of 6 M parameters took 0.4 s on one thread and over 10 s on two (measured on 2 busy cores).
+    Args:
+        model: The model.
+        listener: A listening TCP socket.
+        settings: Name, token and limits.
+
+    Raises:
+        CheckpointError: The files of the model's chat template cannot be read.
+        ImportError: starlette or uvicorn is missing (the extra `serve`).
     """
-    if sum(parameter.numel() for parameter in model.decoder.parameters()) < _WORTH_THREADS:
-        torch.set_num_threads(1)
+    from megalaunch.engine.inference.server.serve import serve as run  # late: an optional extra
+
+    run(model, listener, settings)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-TOKEN_BYTES = 32
+from megalaunch.http_access import is_loopback
+
 _IDLE_SECONDS = 20.0  # a connection without a request
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -71,16 +72,6 @@ class PageServer(ThreadingHTTPServer, ABC):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a connection that its reader closed."""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is an address of the loopback interface, or its name `localhost`."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Request(BaseHTTPRequestHandler):

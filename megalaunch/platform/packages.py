@@ -110,6 +110,8 @@ OPTIONAL = (
     Package("huggingface_hub", "hub", "models, tokenizers and data of the Hugging Face Hub"),
     Package("nltk", "", "preprocess --split-sentences"),
     Package("transformers", "parity", "convert compares with transformers' own model"),
+    Package("starlette", "serve", "serve"),
+    Package("uvicorn", "serve", "serve"),
     Package("lm-eval", "lm-eval", "evaluate --task"),
     Package("optuna", "sweep", "sweep --sampler tpe"),
     Package("tensorboard", "trackers", "logging.trackers=[tensorboard]"),

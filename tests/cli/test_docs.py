@@ -91,7 +91,7 @@ def test_commands_are_valid(arguments, tmp_path):
             (tmp_path / name / "a.txt").write_text("some text\n")
     if arguments[0] == "train":
         done = run([*arguments, "--dry-run"], tmp_path)
-    elif arguments[0] in ("watch", "generate", "evaluate", "preprocess"):
+    elif arguments[0] in ("watch", "generate", "serve", "evaluate", "preprocess"):
         shown = run([arguments[0], "--help"], tmp_path).stdout
         assert all(argument in shown for argument in arguments if argument.startswith("--"))
         return

@@ -54,10 +54,6 @@ def test_every_flag_that_import_megatron_maps_has_an_answer():
     assert translate("data-path", ["0.5", "a", "0.5", "b"]).overrides == ("data.blend=['0.5 a','0.5 b']",)
 
 
-def test_a_server_is_not_taken_for_a_sweep():
-    assert "megalaunch convert export" in next_step(["serve", "runs/a"], list(COMMANDS))
-
-
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
@@ -69,6 +65,7 @@ def test_a_server_is_not_taken_for_a_sweep():
         (["./mine.yaml"], "megalaunch train recipe=./mine.yaml"),
         (["resume", "recipe=tiny"], "megalaunch train recipe=tiny"),
         (["version"], "megalaunch --version"),
+        (["deploy", "runs/a"], "megalaunch serve runs/a"),
     ],
 )
 def test_a_similar_command_is_suggested(arguments, meant):

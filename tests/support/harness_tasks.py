@@ -50,13 +50,16 @@ def write_model(folder: Path, begins: bool) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def write_tasks(folder: Path) -> list[str]:
-    """A multiple choice, a task of written text and one of whole texts, in YAML with their jsonl; returns the names."""
+def write_tasks(folder: Path, longest: int = 60) -> list[str]:
+    """A multiple choice, a task of written text and one of whole texts, in YAML with their jsonl; returns the names.
+
+    Texts have 3 to `longest` words; those of 60 are more than the model takes.
+    """
     folder.mkdir()
     draw = random.Random(4)
     with (folder / "rows.jsonl").open("w") as rows:
         for _ in range(12):
-            words = [draw.choice(_WORDS) for _ in range(draw.randint(3, 60))]  # the longest are more than fits
+            words = [draw.choice(_WORDS) for _ in range(draw.randint(3, longest))]
             choices = [" ".join(draw.choices(_WORDS, k=draw.randint(1, 4))) for _ in range(3)]
             row = {"text": " ".join(words), "choices": choices, "answer": draw.randrange(3), "said": "e"}
             rows.write(json.dumps(row) + "\n")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.cli.listen_address import listen_address
 from megalaunch.installation import install_command
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def serve_page(directory: RunDirectory, host: str, port: int, allow_remote: bool
     from megalaunch.runs.report.live_server import LiveServer
     from megalaunch.schema import SpecError
 
-    address = _listen_address(host, allow_remote)
+    address = listen_address(host, allow_remote, "the page")
     page = LivePage(directory)
     try:
         page.read()
@@ -45,21 +45,3 @@ def serve_page(directory: RunDirectory, host: str, port: int, allow_remote: bool
         typer.echo("the run continues" if run_is_locked(directory) else "the page has ended")
     finally:
         server.server_close()
-
-
-def _listen_address(host: str, allow_remote: bool) -> str:
-    """Return the IP address to listen on, or end the command."""
-    from megalaunch.launch.page_server import is_loopback
-    from megalaunch.runs.errors import fail
-
-    address = "127.0.0.1" if host == "localhost" else host
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        fail(f"--host {host} is no IP address: give one, such as 127.0.0.1")
-    if not is_loopback(address) and not allow_remote:
-        fail(
-            f"other machines would reach the page at {host}, over a connection that is not encrypted: leave --host out "
-            "and use ssh -L, or add --allow-remote"
-        )
-    return address

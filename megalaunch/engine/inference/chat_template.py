@@ -13,6 +13,10 @@ from megalaunch.data.tokenizer.folder import named_token as token_named
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 
+NO_CHAT_TEMPLATE = (
+    "this model came without a chat template (chat_template in tokenizer_config.json, or chat_template.jinja)"
+)
+
 
 def chat_text(files: Mapping[str, Path], messages: Sequence[Mapping[str, str]]) -> str:
     """Render a conversation with the chat template among `files`, up to the start of the answer."""
@@ -26,22 +30,51 @@ def chat_texts(files: Mapping[str, Path], conversations: Sequence[Sequence[Mappi
         ValueError: There is no template, or it fails, does not terminate or refuses the messages.
         CheckpointError: A file cannot be read.
     """
+    template = find_chat_template(files)
+    if template is None:
+        raise ValueError(f"{NO_CHAT_TEMPLATE}; leave --chat out and write the prompt as the model was trained on it")
+    with template:
+        return template.render(conversations)
+
+
+def find_chat_template(files: Mapping[str, Path]) -> ChatTemplate | None:
+    """Return the chat template among `files`; None without one. Raises CheckpointError: a file cannot be read."""
     try:
         template, named = chat_template(files), named_tokens(files)
     except DataError as error:
         raise CheckpointError(str(error)) from error
-    if template is None:
-        raise ValueError(
-            "this model came without a chat template (chat_template in tokenizer_config.json, or chat_template.jinja); "
-            "leave --chat out and write the prompt as the model was trained on it"
-        )
-    with TemplateProcess(template, clock=True) as process:
-        given = ({**named, "messages": [*messages], "add_generation_prompt": True} for messages in conversations)
-        rendered = process.render([*given])
-    for one in rendered:
-        if one.error is not None:
-            raise ValueError(f"the chat template that came with this model cannot be applied: {one.error}")
-    return [one.text for one in rendered]
+    return None if template is None else ChatTemplate(template, named)
+
+
+class ChatTemplate:
+    """Renders conversations with a chat template, in a process of its own that lasts until `close`.
+
+    Args:
+        template: The template: a Jinja program.
+        named: The special tokens by their names, which the template may use.
+    """
+
+    def __init__(self, template: str, named: Mapping[str, Any]) -> None:
+        self._process, self._named = TemplateProcess(template, clock=True), named
+
+    def render(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+        """Render conversations, each up to the start of the answer. Raises ValueError if the template fails."""
+        given = [{**self._named, "messages": [*one], "add_generation_prompt": True} for one in conversations]
+        rendered = self._process.render(given)
+        for one in rendered:
+            if one.error is not None:
+                raise ValueError(f"the chat template that came with this model cannot be applied: {one.error}")
+        return [one.text for one in rendered]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 def stop_token_ids(files: Mapping[str, Path], config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:

@@ -106,6 +106,9 @@ class ContinuousBatch:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
     def admit(self, number: int, request: SequenceRequest) -> None:
         """Add a text, under a number that its events will have."""
         self._rows[number] = _Row(number, request, self._source)
@@ -162,9 +165,7 @@ class ContinuousBatch:
         return cache.length == cache.capacity
 
     @torch.inference_mode()
-    def _rebuild_cache(
-        self, joining: Sequence[_Row] = (), parts: Sequence[tuple[KVCache, Sequence[int]]] = ()
-    ) -> None:
+    def _rebuild_cache(self, joining: Sequence[_Row] = (), parts: Sequence[tuple[KVCache, Sequence[int]]] = ()) -> None:
         """Leave out the rows of texts that have ended, and add those that join."""
         kept = [index for index, row in enumerate(self._cached) if self._stays(row) and row not in joining]
         self._cached = [*(self._cached[index] for index in kept), *joining]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
-import secrets
 import threading
 import time
 from pathlib import Path
 
-from megalaunch.fs import PRIVATE_MODE, make_directory, open_file, write_file_atomically
-from megalaunch.launch.page_server import TOKEN_BYTES, Page, PageServer, is_loopback
+from megalaunch.fs import write_file_atomically
+from megalaunch.http_access import is_loopback, keep_token
+from megalaunch.launch.page_server import Page, PageServer
 from megalaunch.launch.trackers.tracker import Tracker, TrackerError
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
@@ -78,7 +77,7 @@ class PrometheusEndpoint(Tracker):
         host, port = spec.logging.prometheus_host, spec.logging.prometheus_port
         assert port is not None, "it is opened only if its port is set"
         self._exposition = Exposition(str(spec.run.name))
-        token = None if is_loopback(host) else _keep_token(directory.prometheus_token)
+        token = None if is_loopback(host) else keep_token(directory.prometheus_token)
         try:
             self._server = _MetricsServer(host, port, token, self._exposition)
         except OSError as error:
@@ -110,14 +109,3 @@ class _MetricsServer(PageServer):
     def read_page(self) -> Page:
         """Return the newest figures."""
         return Page(self._exposition.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-def _keep_token(path: Path) -> str:
-    """Return the token of a run; the first launch makes it, readable only by the user. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), os.fdopen(open_file(path, os.O_RDONLY), encoding="ascii") as file:
-        if token := file.read().strip():
-            return token
-    token = secrets.token_urlsafe(TOKEN_BYTES)
-    make_directory(path.parent)
-    write_file_atomically(path, token + "\n", PRIVATE_MODE)
-    return token

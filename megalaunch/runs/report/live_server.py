@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from megalaunch.launch.page_server import TOKEN_BYTES, Page, PageError, PageServer
+from megalaunch.http_access import TOKEN_BYTES
+from megalaunch.launch.page_server import Page, PageError, PageServer
 from megalaunch.runs.report.live_page import LivePage
 from megalaunch.runs.report.page import content_security_policy
 from megalaunch.schema import SpecError

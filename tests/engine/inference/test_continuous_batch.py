@@ -163,7 +163,11 @@ def test_a_frequency_penalty_forbids_repetition_and_a_bias_a_token(model):
     plain = SequenceRequest(prompt, 30, Sampling(0.0))
     events = run_batch(
         model,
-        [plain, replace(plain, penalties=TokenPenalties(frequency=100.0)), replace(plain, penalties=_banning(model, plain))],
+        [
+            plain,
+            replace(plain, penalties=TokenPenalties(frequency=100.0)),
+            replace(plain, penalties=_banning(model, plain)),
+        ],
         3,
     )
     written, varied, without = (events[number][-1].tokens for number in range(3))
