@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from launching import events_of, wait_until
 
 from megalaunch.launchers.attached.node import NodeError
 from megalaunch.launchers.launcher import Job, LauncherError
+from megalaunch.launchers.ray import cluster as ray_cluster
 from megalaunch.launchers.ray import launcher, missing_nodes
 from megalaunch.launchers.ray.cluster import live_nodes, request_nodes, too_few_nodes
 from megalaunch.launchers.ray.node_actor import NodeActor
@@ -38,7 +40,7 @@ class PlayedCluster:
     def without(self, left_out):
         return [id for id in self.live if id not in left_out]
 
-    def reserve_nodes(self, job, without, seconds, may_join, given_up):
+    def reserve_nodes(self, job, without, seconds, may_join, given_up, say):
         self.asked.append((job.nodes, "".join(sorted(without)), seconds, may_join))
         if len(self.without(without)) < job.nodes:
             raise LauncherError("too few")
@@ -71,7 +73,7 @@ def play(tmp_path, monkeypatch):
     """Returns a function that returns the nodes of a run of two, which may continue on one, on a played cluster."""
     RunDirectory(tmp_path).logs.mkdir()
 
-    def play(cluster, fewer=None):
+    def play(cluster, fewer=None, settings=None):
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=cluster.wait))
         monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=type("RayError", (Exception,), {})))
         monkeypatch.setattr(launcher, "reserve_nodes", cluster.reserve_nodes)
@@ -84,7 +86,7 @@ def play(tmp_path, monkeypatch):
             monkeypatch.setattr(module, "release_nodes", lambda group: None)
         monkeypatch.setattr(launcher._Nodes, "_start_on", lambda nodes, *_: cluster.start_on(nodes))
         job = Job("run", 2, 0, (), tmp_path, tmp_path, LauncherSpec(), fewer={1: ()} if fewer is None else fewer)
-        return launcher._Nodes(job, RaySpec(), "")
+        return launcher._Nodes(job, settings or RaySpec(), "")
 
     return play
 
@@ -92,6 +94,19 @@ def play(tmp_path, monkeypatch):
 def hosts(nodes, attempt):
     """The hosts of an attempt."""
     return [node.host for node in nodes.start(attempt, lambda: False)]
+
+
+def ask(nodes):
+    """Ask for more nodes, and wait for Ray's answer."""
+    nodes.ask_lost()
+    wait_until(lambda: nodes._inquiry.is_idle)
+
+
+def returned(nodes):
+    """What the nodes that have joined are, once Ray has answered."""
+    answer = nodes.returned()
+    wait_until(lambda: nodes._inquiry.is_idle)
+    return answer or nodes.returned()
 
 
 def changes_of(folder):
@@ -106,6 +121,56 @@ def test_only_the_start_and_the_smallest_number_wait_for_nodes_that_are_not_ther
     start, restart = (2, "", _TIMEOUT, True), (2, "", launcher._RELEASE_SECONDS, False)
     assert cluster.asked == [start, smallest, restart, smallest]
     assert changes_of(tmp_path) == [(["host a"], "too few")]
+
+
+def test_no_wait_is_longer_than_placement_timeout(play):
+    cluster = PlayedCluster(a="host a")
+    nodes = play(cluster, settings=RaySpec(placement_timeout=3.0))
+    assert [hosts(nodes, attempt) for attempt in (0, 1)] == [["host a"]] * 2
+    assert [seconds for _, _, seconds, _ in cluster.asked] == pytest.approx([3.0] * 4, abs=0.5)
+    alone = PlayedCluster()
+    with pytest.raises(LauncherError):
+        hosts(play(alone, fewer={}, settings=RaySpec(placement_timeout=3.0)), 0)
+    assert alone.asked == [(2, "", pytest.approx(3.0, abs=0.5), True)]
+
+
+@pytest.mark.parametrize("seconds_until_free", [0.0, 0.5, 60.0])
+def test_a_wait_for_nodes_is_told_once_and_ends_at_its_limit(tmp_path, monkeypatch, seconds_until_free):
+    began, told, released = time.monotonic(), [], []
+
+    def wait(seconds):
+        time.sleep(min(seconds, 0.05))
+        return time.monotonic() > began + seconds_until_free
+
+    group = SimpleNamespace(wait=wait)
+    monkeypatch.setattr(ray_cluster, "request_nodes", lambda job, without: group)
+    monkeypatch.setattr(ray_cluster, "release_nodes", released.append)
+    monkeypatch.setattr(ray_cluster, "too_few_nodes", lambda job, without: LauncherError("too few"))
+    monkeypatch.setattr(ray_cluster, "_QUIET_SECONDS", 0.1)
+    job = Job("run", 2, 8, (), tmp_path, tmp_path, LauncherSpec())
+
+    def reserve():
+        return ray_cluster.reserve_nodes(job, (), 1.0, True, lambda: False, told.append)
+
+    if seconds_until_free < 1:
+        assert reserve() is group
+    else:
+        with pytest.raises(LauncherError, match="too few"):
+            reserve()
+        assert released == [group]
+    assert told == (["waiting up to 1 s: too few"] if seconds_until_free else [])
+    assert time.monotonic() < began + 5
+
+
+@pytest.mark.parametrize(("seconds", "address"), [(0.0, "head:6379"), (0.5, "head:6379"), (0.5, None)])
+def test_a_cluster_that_does_not_answer_is_named_while_the_command_waits(monkeypatch, capsys, seconds, address):
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: time.sleep(seconds))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster, "_QUIET_SECONDS", 0.1)
+    ray_cluster.connect_to_ray(address)
+    what = "for the Ray cluster at head:6379" if address else "for Ray to start on this machine"
+    assert capsys.readouterr().err == (f"note: waiting {what}\n" if seconds else "")
 
 
 def test_a_node_that_cannot_start_is_left_out_for_another_or_for_none(play, tmp_path):
@@ -141,16 +206,16 @@ def test_a_node_that_joins_is_taken_until_it_was_lost_again_and_again(play, tmp_
     for number in range(4):
         cluster.live = {"a": "host a"}
         assert hosts(nodes, 1) == ["host a"]
-        nodes.ask_lost()
-        assert nodes.returned() == ""
+        ask(nodes)
+        assert returned(nodes) == ""
         cluster.live[f"b{number}"] = "host b"
         cluster.answers = False
-        assert nodes.returned() == ""  # and no error
+        assert returned(nodes) == ""  # and no error
         cluster.answers = True
-        nodes.ask_lost()
-        assert nodes.returned() == ("Ray has 1 more node free" if number < 3 else "")
-        nodes.ask_lost()  # without the node that was found in vain
-        assert nodes.returned() == ("Ray has 1 more node free" if number < 3 else "")
+        ask(nodes)
+        assert returned(nodes) == ("Ray has 1 more node free" if number < 3 else "")
+        ask(nodes)  # without the node that was found in vain
+        assert returned(nodes) == ("Ray has 1 more node free" if number < 3 else "")
         assert hosts(nodes, 2) == (["host a", "host b"] if number < 3 else ["host a"])
     alone, both = (["host a"], "too few"), (["host a", "host b"], "Ray has 1 more node free")
     assert changes_of(tmp_path) == [alone, both] * 3 + [alone]
@@ -162,14 +227,42 @@ def test_a_node_that_is_lost_while_ray_holds_it_does_not_stop_the_run(play):
     cluster = PlayedCluster(a="host a")
     nodes = play(cluster)
     hosts(nodes, 0)
-    nodes.ask_lost()
+    ask(nodes)
     cluster.live["b"] = "host b"
     assert nodes._missing.found() == ["b"]
     del cluster.live["b"]
-    assert nodes.returned() == ""
+    assert returned(nodes) == ""
     cluster.live["c"] = "host c"
-    nodes.ask_lost()
-    assert nodes.returned() == "Ray has 1 more node free"
+    ask(nodes)
+    assert returned(nodes) == "Ray has 1 more node free"
+
+
+def test_a_cluster_that_does_not_answer_delays_no_lease(play, monkeypatch):
+    """The thread that renews the leases calls both; a late answer to an attempt that has ended is given back."""
+    cluster, may_answer, released = PlayedCluster(a="host a"), threading.Event(), []
+    nodes = play(cluster)
+    hosts(nodes, 0)
+    monkeypatch.setattr(missing_nodes, "release_nodes", released.append)
+    request = cluster.request_nodes
+
+    def request_nodes(job, without):
+        may_answer.wait(60)
+        return request(job, without)
+
+    monkeypatch.setattr(missing_nodes, "request_nodes", request_nodes)
+    began, inquiry = time.monotonic(), nodes._inquiry
+    for _ in range(3):
+        nodes.ask_lost()
+        assert nodes.returned() == ""
+    assert hosts(nodes, 1) == ["host a"]
+    assert time.monotonic() - began < 5
+    assert not inquiry.is_idle
+    may_answer.set()
+    wait_until(lambda: inquiry.is_idle)
+    assert len(released) == 1
+    cluster.live["b"] = "host b"
+    ask(nodes)
+    assert returned(nodes) == "Ray has 1 more node free"
 
 
 def test_a_request_leaves_nodes_out_by_a_label_selector_for_each(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 _POLL_SECONDS = 1.0
+_QUIET_SECONDS = 3.0  # of a wait, before the user is told of it
 
 
 def connect_to_ray(address: str | None) -> None:
@@ -29,14 +32,26 @@ def connect_to_ray(address: str | None) -> None:
         raise LauncherError("ray is not installed", install_command("megalaunch[ray]")) from None
     if ray.is_initialized():
         return
+    where = address or os.environ.get("RAY_ADDRESS")
+    waiting = f"waiting for the Ray cluster at {where}" if where else "waiting for Ray to start on this machine"
+    slow = threading.Timer(_QUIET_SECONDS, say_waiting, [waiting])
+    slow.daemon = True
+    slow.start()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
     except Exception as error:  # Ray raises a bare one if its processes do not start in time
-        raise _no_cluster(address or os.environ.get("RAY_ADDRESS"), error) from error
+        raise _no_cluster(where, error) from error
     finally:
+        slow.cancel()
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray's own would end this process before the workers save
+
+
+def say_waiting(text: str) -> None:
+    """Tell the user of a wait while no display shows the run."""
+    sys.stderr.write(f"note: {text}\n")
+    sys.stderr.flush()
 
 
 def _no_cluster(address: str | None, error: Exception) -> LauncherError:
@@ -91,7 +106,12 @@ def request_nodes(job: Job, without: Collection[str]) -> PlacementGroup:
 
 
 def reserve_nodes(
-    job: Job, without: Collection[str], seconds: float, may_join: bool, given_up: Callable[[], bool]
+    job: Job,
+    without: Collection[str],
+    seconds: float,
+    may_join: bool,
+    given_up: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> PlacementGroup:
     """Wait until the cluster has all nodes of a job free, each on a machine of its own.
 
@@ -100,13 +120,18 @@ def reserve_nodes(
         seconds: time limit.
         may_join: wait for nodes that are not in the cluster yet too.
         given_up: whether the wait has to end.
+        say: tells the user once for what the job waits.
 
     Raises:
         LauncherError: they are not free in time, or not in the cluster.
     """
     group = request_nodes(job, without)
-    deadline = time.monotonic() + seconds
-    while not group.wait(_POLL_SECONDS):
+    began, is_told = time.monotonic(), False
+    deadline = began + seconds
+    while not group.wait(min(_POLL_SECONDS, seconds)):
+        if not is_told and time.monotonic() > began + min(_QUIET_SECONDS, seconds / 2):
+            say(f"waiting up to {seconds:.0f} s: {too_few_nodes(job, without)}")
+            is_told = True
         is_too_small = not may_join and len(live_nodes(job).keys() - without) < job.nodes
         if time.monotonic() > deadline or is_too_small or given_up():
             release_nodes(group)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from megalaunch.launchers.attached.job import NodeStarter, end_nodes, start_nodes
@@ -23,9 +24,11 @@ from megalaunch.launchers.ray.cluster import (
     live_nodes,
     release_nodes,
     reserve_nodes,
+    say_waiting,
     too_few_nodes,
 )
 from megalaunch.launchers.ray.connection import RayNode
+from megalaunch.launchers.ray.inquiry import Inquiry
 from megalaunch.launchers.ray.missing_nodes import MissingNodes
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
@@ -68,7 +71,8 @@ class _Nodes(NodeStarter):
         self._ids: list[str] = []  # of the nodes that take part, in Ray
         self._left_out: set[str] = set()  # the ids of nodes that failed; a node that joins again has another
         self._count = job.nodes
-        self._missing, self._returns = MissingNodes(job), Counter[str]()
+        self._missing, self._inquiry = MissingNodes(job), Inquiry()
+        self._returns = Counter[str]()
 
     def start(self, attempt: int, given_up: Callable[[], bool]) -> list[HeldNode]:
         """Reserve the nodes anew, and start an actor on each: on all nodes, or on as many as the job may have."""
@@ -97,23 +101,37 @@ class _Nodes(NodeStarter):
 
     def ask_lost(self) -> None:
         """Request the nodes with which the run may have more, while it has fewer than it wants."""
-        from ray.exceptions import RayError
-
         if len(self._ids) < self._job.nodes:
-            more = self._counts.next_above(len(self._ids)) - len(self._ids)
-            with suppress(RayError):  # the cluster does not answer now: asked again after the next checkpoint
-                self._missing.ask(more, {*self._ids, *self._excluded()})
+            self._inquiry.start(partial(self._request, self._missing))
 
     def returned(self) -> str:
         """Return that Ray has nodes with which the run may have more."""
         from ray.exceptions import RayError
 
+        answer = self._inquiry.take()
         with suppress(RayError):
-            found = self._missing.found()
+            if not answer and self._missing.is_ready:
+                self._inquiry.start(partial(self._look, self._missing))
+        return answer
+
+    def _request(self, missing: MissingNodes) -> str:
+        """Request more nodes; there is no answer before Ray holds them."""
+        from ray.exceptions import RayError
+
+        more = self._counts.next_above(len(self._ids)) - len(self._ids)
+        with suppress(RayError):  # the cluster does not answer now: asked again after the next checkpoint
+            missing.ask(more, {*self._ids, *self._excluded()})
+        return ""
+
+    def _look(self, missing: MissingNodes) -> str:
+        """Return that the nodes that Ray holds may take part; "" if one was lost, or has joined again and again."""
+        from ray.exceptions import RayError
+
+        with suppress(RayError):
+            found = missing.found()
             if found and (live_nodes(self._job).keys() - self._excluded()).issuperset(found):
                 return _are_free(len(found))
-            if found:
-                self._missing.withdraw()  # a node of it was lost since, or has joined again and again
+            missing.withdraw()
         return ""
 
     def _reserve(self, attempt: int, given_up: Callable[[], bool]) -> Any:
@@ -123,21 +141,31 @@ class _Nodes(NodeStarter):
         """
         is_start, timeout = attempt == 0 and not self._left_out, self._settings.placement_timeout
         deadline, excluded = time.monotonic() + timeout, self._excluded()
+        release = min(_RELEASE_SECONDS, timeout)
+        say = partial(self._say, attempt)
         *larger, smallest = self._counts.descending
         for count in larger:
             may_join = is_start and count == self._job.nodes
-            seconds = timeout if may_join else _RELEASE_SECONDS
+            seconds = timeout if may_join else release
             try:
-                return reserve_nodes(self._job.on_nodes(count), excluded, seconds, may_join, given_up)
+                return reserve_nodes(self._job.on_nodes(count), excluded, seconds, may_join, given_up, say)
             except LauncherError:
                 if given_up():
                     raise
-        seconds = max(deadline - time.monotonic(), _RELEASE_SECONDS)
-        return reserve_nodes(self._job.on_nodes(smallest), self._left_out, seconds, True, given_up)
+        seconds = max(deadline - time.monotonic(), release)
+        return reserve_nodes(self._job.on_nodes(smallest), self._left_out, seconds, True, given_up, say)
+
+    def _say(self, attempt: int, text: str) -> None:
+        """Tell the user of a wait: the display of the run begins with its first attempt."""
+        if attempt:
+            record_event(self._directory, "note", message=text)
+        else:
+            say_waiting(text)
 
     def _release(self) -> None:
         """Give all nodes back to Ray; at the end of this process Ray takes them back itself."""
-        self._missing.withdraw()
+        self._missing.close()
+        self._missing, self._inquiry = MissingNodes(self._job), Inquiry()  # a question without an answer is forgotten
         if self._group is not None:
             release_nodes(self._group)
             self._group = None

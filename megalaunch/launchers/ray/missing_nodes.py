@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -15,28 +16,43 @@ class MissingNodes:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._lock = threading.Lock()  # `ask` may be in another thread than `close`
+        self._is_closed = False
         self._group: Any = None
         self._ready: Any = None  # resolves once Ray holds the nodes
 
-    def ask(self, count: int, without: Collection[str]) -> None:
-        """Request so many nodes more, unless a request is pending; `without`: ids of nodes that are not taken."""
-        if self._group is None:
-            self._group = request_nodes(replace(self._job, nodes=count), without)
-            self._ready = self._group.ready()
-
-    def found(self) -> list[str]:
-        """Return the ids of the nodes that Ray holds for the run; none while it has fewer than were requested.
-
-        Leases are renewed between two calls, so that it does not wait for the cluster until the nodes are there.
-        """
+    @property
+    def is_ready(self) -> bool:
+        """Whether Ray holds the nodes for the run; the cluster is not asked."""
         import ray
 
-        if self._group is None or not ray.wait([self._ready], timeout=0)[0]:
-            return []
-        return ids_of(self._group)
+        ready = self._ready
+        return ready is not None and bool(ray.wait([ready], timeout=0)[0])
+
+    def ask(self, count: int, without: Collection[str]) -> None:
+        """Request so many nodes more, unless a request is pending; `without`: ids of nodes that are not taken."""
+        if self._group is not None:
+            return
+        group = request_nodes(replace(self._job, nodes=count), without)
+        with self._lock:
+            if not self._is_closed:
+                self._group, self._ready = group, group.ready()
+                return
+        release_nodes(group)  # the attempt that asked has ended since
+
+    def found(self) -> list[str]:
+        """Return the ids of the nodes that Ray holds for the run; none while it has fewer than were requested."""
+        return ids_of(self._group) if self.is_ready else []
 
     def withdraw(self) -> None:
         """Give up the request, and the nodes that it holds."""
-        if self._group is not None:
-            release_nodes(self._group)
-            self._group = self._ready = None
+        with self._lock:
+            group, self._group, self._ready = self._group, None, None
+        if group is not None:
+            release_nodes(group)
+
+    def close(self) -> None:
+        """Give up the request, also one that is being made."""
+        with self._lock:
+            self._is_closed = True
+        self.withdraw()
