@@ -130,3 +130,68 @@ def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
     assert (output, errors) == ("", "interrupted; no file has its final name yet; continue with --resume\n")
     assert process.returncode == 130
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_finished_run_is_skipped_and_others_are_replaced_only_if_asked(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", sentences(20))
+    usual = (path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "1")
+    files = [tmp_path / f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json")]
+    assert run(*usual).returncode == 0
+    first = [file.stat() for file in files]
+    for more in (
+        (),
+        ("--resume",),
+        ("--overwrite",),
+        ("--workers", "2"),
+        ("--shards", "2"),
+        ("--shards", "2", "--merge"),
+    ):
+        again = run(*usual, *more)
+        said = f"{tmp_path}/out: already complete, of the same inputs, tokenizer and settings; nothing is written\n"
+        assert (again.returncode, again.stdout, again.stderr) == (0, said, ""), more
+    assert [file.stat() for file in files] == first
+
+    for more in (("--append-eod",), ("--append-eod", "--resume"), ("--append-eod", "--shards", "2", "--shard", "0")):
+        other = run(*usual, *more)
+        assert (other.returncode, other.stdout) == (3, "")
+        assert (
+            f"{files[0]}: it exists, and was made of other settings. Give another --output-prefix, or " in other.stderr
+        )
+    assert [file.stat() for file in files] == first
+    assert run(*usual, "--append-eod", "--overwrite").returncode == 0
+    assert IndexedTokens(tmp_path / "out_text_document").tokens(0)[-1] == 0
+
+    write_jsonl(path, sentences(21))
+    assert "was made of other inputs" in run(*usual, "--append-eod").stderr
+    assert run(*usual, "--append-eod", "--shards", "2", "--overwrite").returncode == 0
+    assert IndexedTokens(tmp_path / "out_text_document").num_documents == 21
+    assert "already complete" in run(*usual, "--append-eod").stdout
+
+
+def test_files_of_another_origin_are_not_replaced(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", sentences(20))
+    usual = (path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "1")
+    (tmp_path / "out_text_document.bin").write_bytes(b"of Megatron")
+    refused = run(*usual)
+    assert "out_text_document.bin: it exists, and no report says of what it was made" in refused.stderr
+    assert (tmp_path / "out_text_document.bin").read_bytes() == b"of Megatron"
+    assert run(*usual, "--overwrite").returncode == 0
+    (tmp_path / "out_text_document.bin").write_bytes(b"cut")
+    assert "not all files have the sizes that the report says" in run(*usual).stderr
+    assert run(*usual, "--overwrite").returncode == 0
+    (tmp_path / ".out.preprocess").mkdir()  # of a run that was killed while it published
+    assert "an unfinished run was to replace it" in run(*usual).stderr
+    assert run(*usual, "--resume").returncode == 0
+    text = path.read_text()
+    arguments = command("-", "--format", "jsonl", *usual[1:])
+    piped = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=60)
+    assert "standard input may be another text" in piped.stderr
+
+
+def test_a_finished_run_with_another_treatment_of_its_bad_records_is_not_the_same(tmp_path, tokenizer):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "good"}\n{"body": "bad"}\n')
+    usual = (path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "1", "--on-bad-record")
+    assert run(*usual, "skip").returncode == 0
+    assert "already complete" in run(*usual, "skip").stdout
+    assert "was made with --on-bad-record skip" in run(*usual, "quarantine").stderr

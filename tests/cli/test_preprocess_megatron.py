@@ -133,7 +133,7 @@ def test_split_sentences_with_nltks_tables(tmp_path):
 def test_bos_is_left_out_where_it_is_said(tmp_path):
     tokenizer = with_special_tokens(small_tokenizer(tmp_path / "tokenizer.json"), "<s>")
     path = write_jsonl(tmp_path / "in.jsonl", ["the sea"])
-    first = [path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1]
+    first = [path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1, "--overwrite"]
     for arguments, ids in (([], [300]), (["--no-bos"], []), (["--tokenizer-hf-no-include-special-tokens"], [])):
         done = run(*first, *arguments)
         assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megalaunch.cli.data.output_prefix import local_prefix
-from megalaunch.cli.data.preprocess_output import errors_shown, note, summary
+from megalaunch.cli.data.preprocess_output import complete_text, errors_shown, note, summary
 from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
 from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
@@ -96,6 +96,9 @@ ShardNumber = Annotated[
     int | None, typer.Option(min=0, help="Run only this task of --shards, from 0, and do not merge.")
 ]
 
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace files that were made of other inputs or settings.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what --shards would submit or run, and end.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return when launcher= has the shards; do not show them.")]
 
@@ -124,6 +127,7 @@ def run(
     split_sentences: SplitSentences = False,
     language: Annotated[str, typer.Option(help="Language of the sentences.")] = "english",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
+    overwrite: Overwrite = False,
     checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints of the progress.")] = 10.0,
     log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
     shards: Shards = None,
@@ -156,11 +160,11 @@ def run(
     paths, prefix = local_data(sources), output_prefix.expanduser()
     words = [word for word in inputs if is_launcher_word(word)]
     if shards is None and shard is None and not (merge or dry_run or detach or words):
-        preprocess_whole(paths, prefix, settings, log_interval)
+        preprocess_whole(paths, prefix, settings, log_interval, overwrite)
         return
     from megalaunch.cli.data.preprocess_shards import Sharded
 
-    work = Sharded(paths, prefix, settings, shards, log_interval, context.meta[ARGUMENTS], tuple(words))
+    work = Sharded(paths, prefix, settings, shards, log_interval, context.meta[ARGUMENTS], tuple(words), overwrite)
     work.run(shard, merge, dry_run, detach)
 
 
@@ -185,13 +189,20 @@ def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
         refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
 
 
-def preprocess_whole(inputs: list[str], prefix: Path, settings: Settings, log_interval: int | None) -> None:
+def preprocess_whole(
+    inputs: list[str], prefix: Path, settings: Settings, log_interval: int | None, overwrite: bool
+) -> None:
     """Write all token files in this process, and print the summary; end the command on an error."""
     with errors_shown("no file has its final name yet; continue with --resume", log_interval) as show:
         from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 
         with TokenizerLoader.start(settings.tokenizer, settings.merges, settings.tiktoken) as loader:
+            from megalaunch.data.preprocess.existing_output import is_complete
             from megalaunch.data.preprocess.preprocess import preprocess as write_token_files
+
+            if is_complete(inputs, prefix, settings, overwrite):
+                typer.echo(complete_text(prefix))
+                return
 
             gc.freeze()  # the garbage collector then ignores the imported modules, which saves time at exit
             result = write_token_files(inputs, prefix, settings, show, note, loader)

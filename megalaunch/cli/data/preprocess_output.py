@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalaunch.cli.output.progress import ProgressLine
@@ -73,6 +74,11 @@ def _line(progress: Progress) -> str:
     bar = "#" * round(share * _BAR)
     left = max(progress.bytes_total - progress.bytes_read, 0) / max(speed, 1e-9)
     return f"[{bar:.<{_BAR}}] {share:4.0%}  {rates}  {format_duration(left)} left"
+
+
+def complete_text(prefix: Path) -> str:
+    """Return what is printed in place of writing files that are there already."""
+    return f"{prefix}: already complete, of the same inputs, tokenizer and settings; nothing is written"
 
 
 def summary(result: Result) -> str:

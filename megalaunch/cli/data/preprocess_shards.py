@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from megalaunch.cli.data.preprocess_output import errors_shown, note, summary
+from megalaunch.cli.data.preprocess_output import complete_text, errors_shown, note, summary
 from megalaunch.data.preprocess.settings import Settings
 from megalaunch.launchers.tasks import TaskSet
 from megalaunch.rundir.outcome import ExitCode
@@ -30,6 +30,7 @@ class Sharded:
         given: number of shards, if it was given.
         arguments: of the command, for those of the tasks.
         launcher: overrides of the launcher, among these arguments.
+        overwrite: files of another run may be replaced.
     """
 
     inputs: list[str]
@@ -39,6 +40,7 @@ class Sharded:
     log_interval: int | None
     arguments: tuple[str, ...]
     launcher: tuple[str, ...] = ()
+    overwrite: bool = False
 
     def run(self, shard: int | None, merge: bool, dry_run: bool = False, detach: bool = False) -> None:
         """Write one shard, or merge, or do everything; end the command on an error.
@@ -56,7 +58,9 @@ class Sharded:
             _refuse("--resume is not needed with --shards: the same command continues what was interrupted.")
         if (shard is not None or merge) and (self.launcher or dry_run or detach):
             _refuse("--shard and --merge are for one machine: leave out launcher=, --dry-run and --detach.")
-        if shard is not None:
+        if self._is_complete():
+            typer.echo(complete_text(self.prefix))
+        elif shard is not None:
             self._write(shard)
         elif merge:
             self._merge()
@@ -69,6 +73,15 @@ class Sharded:
             what = "--shard, --merge, --dry-run, --detach and launcher="
             _refuse(f"{what} need the number of all shards: give --shards N too.")
         return self.given
+
+    def _is_complete(self) -> bool:
+        """Return whether the files of all shards are merged; parts that are there belong to a run that may go on."""
+        if self.prefix.with_name(f".{self.prefix.name}.shards").exists():
+            return False
+        with errors_shown(_CONTINUES, self.log_interval):
+            from megalaunch.data.preprocess.existing_output import is_complete
+
+            return is_complete(self.inputs, self.prefix, self.settings, self.overwrite)
 
     def _write(self, number: int) -> None:
         name = f"shard {number} of {self._count}"

@@ -19,7 +19,7 @@ from megalaunch.data.preprocess.encoder_backend import EncoderBackend
 from megalaunch.data.preprocess.inputs import Input, find_inputs
 from megalaunch.data.preprocess.pipeline import Job, TextToTokens
 from megalaunch.data.preprocess.settings import Settings
-from megalaunch.data.preprocess.state import Progress
+from megalaunch.data.preprocess.state import Progress, resume_fingerprint, tokenizer_fingerprint
 from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 from megalaunch.data.tokenizer.tokenizer import tokenizer_file
 
@@ -85,6 +85,11 @@ def final_prefixes(output_prefix: Path, settings: Settings) -> list[Path]:
     """Return the prefixes of the token files, one a key."""
     level = "document" if settings.language is None else "sentence"
     return [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
+
+
+def job_fingerprint(inputs: Sequence[Input], settings: Settings) -> dict[str, str]:
+    """Hash all that decides the bytes of the token files, by name: what `is_complete` compares with the report's."""
+    return resume_fingerprint(inputs, settings, tokenizer_fingerprint(settings))
 
 
 def quarantine_path(output_prefix: Path, finals: Sequence[Path]) -> Path:
@@ -182,6 +187,7 @@ def _write_reports(
             | ({"etag": entry.etag} if entry.etag else {})
             for entry, digest in zip(inputs, hashes, strict=True)
         ],
+        "fingerprint": job_fingerprint(inputs, settings),
         "bad_records": state.bad,
     }
     reports = []

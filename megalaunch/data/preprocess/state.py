@@ -27,6 +27,7 @@ from megalaunch.data.preprocess.chunking import Chunk, Position
 from megalaunch.data.preprocess.encode_chunk import BadRecord, Encoded, EncodedKey
 from megalaunch.data.preprocess.inputs import Input
 from megalaunch.data.preprocess.settings import OnBadRecord, Settings
+from megalaunch.data.tokenizer.tokenizer import tokenizer_file
 from megalaunch.fs import PUBLIC_FILE_MODE, lock_file, sync_directory, write_file_atomically
 
 _PARTS = ("bin", "lengths", "documents")
@@ -156,6 +157,21 @@ def resume_fingerprint(inputs: Sequence[Input], settings: Settings, tokenizer: s
     return {name: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for name, text in parts.items()}
 
 
+def tokenizer_fingerprint(settings: Settings) -> str:
+    """Hash the files and options of the tokenizer, which is not loaded. Raises DataError if it cannot be read."""
+    try:
+        files = [tokenizer_file(settings.tokenizer), *([settings.merges] if settings.merges else [])]
+        hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    except OSError as error:
+        raise cannot("read it", settings.tokenizer, error, "Correct the path, or allow reading.") from error
+    return hashes + json.dumps(asdict(settings.tiktoken))
+
+
+def work_folder(output_prefix: Path) -> Path:
+    """Return the work directory of an output prefix, which a run that was interrupted leaves."""
+    return output_prefix.with_name(f".{output_prefix.name}.preprocess")
+
+
 class WorkDir:
     """The work directory of one output prefix, locked by one process; a context manager, which releases it.
 
@@ -172,7 +188,7 @@ class WorkDir:
     def __init__(self, output_prefix: Path, finals: Sequence[Path], dtype: np.dtype[Any], disk_full: str) -> None:
         self.finals, self.dtype = tuple(finals), dtype
         self._disk_full, self._published = disk_full, False
-        self.folder = output_prefix.with_name(f".{output_prefix.name}.preprocess")
+        self.folder = work_folder(output_prefix)
         self._state = self.folder / "state.json"
         self._files: dict[str, int] = {}
         self._hashes = [BlockHashes() for _ in finals]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from megalaunch.data.indexed_dataset.verify import verify
 from megalaunch.data.preprocess.inputs import Input
 from megalaunch.data.preprocess.preprocess import final_prefixes
 from megalaunch.data.preprocess.settings import Settings
-from megalaunch.data.preprocess.state import resume_fingerprint
-from megalaunch.data.tokenizer.tokenizer import tokenizer_file
+from megalaunch.data.preprocess.state import resume_fingerprint, tokenizer_fingerprint
 from megalaunch.fs import PUBLIC_FILE_MODE, write_file_atomically
 
 
@@ -98,15 +96,10 @@ class Parts:
 
 def _plan(count: int, inputs: Sequence[Input], settings: Settings) -> dict[str, Any]:
     """Return what every shard must agree on, as JSON data."""
-    try:
-        files = [tokenizer_file(settings.tokenizer), *([settings.merges] if settings.merges else [])]
-        tokenizer = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
-    except OSError as error:
-        raise cannot("read it", settings.tokenizer, error, "Correct the path, or allow reading.") from error
     return {
         "shards": count,
         "files": {str(entry.path.absolute()): [entry.size, entry.changed] for entry in inputs},
-        **resume_fingerprint(inputs, settings, tokenizer),
+        **resume_fingerprint(inputs, settings, tokenizer_fingerprint(settings)),
     }
 
 

@@ -18,6 +18,7 @@ from megalaunch.data.preprocess.pipeline import Job
 from megalaunch.data.preprocess.preprocess import (
     Result,
     final_prefixes,
+    job_fingerprint,
     quarantine_path,
     remove_quarantine,
     write_token_files,
@@ -25,7 +26,7 @@ from megalaunch.data.preprocess.preprocess import (
 from megalaunch.data.preprocess.settings import EngineChoice, Settings
 from megalaunch.data.preprocess.shards.divide import divide
 from megalaunch.data.preprocess.shards.parts import Parts
-from megalaunch.data.preprocess.state import BAD_RECORDS_LISTED, Progress, State
+from megalaunch.data.preprocess.state import BAD_RECORDS_LISTED, Progress, State, work_folder
 from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 
 _RUN_AGAIN = "Run the same command with --shards alone: it writes only such shards again, and merges."
@@ -63,7 +64,7 @@ def write_shard(
     if not parts.why_not(number):
         return None
     prefix = parts.prefix(number)
-    unfinished = prefix.with_name(f".{prefix.name}.preprocess") / "state.json"
+    unfinished = work_folder(prefix) / "state.json"
     job = Job(
         inputs=part.inputs,
         chunks=lambda start: part.chunks(settings, start),
@@ -98,6 +99,7 @@ def merge_shards(inputs: Sequence[str], output_prefix: Path, settings: Settings,
     state.counts.tokens = sum((read_report(one) or {})["counts"]["tokens"] for key in sources for one in key)
     state.check_complete(", ".join(inputs), settings)
     content = {**reports[0], "inputs": [entry for report in reports for entry in report["inputs"]]}
+    content["fingerprint"] = job_fingerprint(found, settings)
     for final, prefixes in zip(finals, sources, strict=True):
         merge(prefixes, final)
         made = read_report(final) or {}
