@@ -23,7 +23,7 @@ from megalaunch.schema.spec_file import read_spec
 
 _OURS = re.compile(
     r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|experts\.bin|events\.jsonl|outcome\.json|sample\.txt|lock"
-    r"|attempts\.jsonl|resumes\.jsonl|bad_steps\.json|job\.json|job\.sbatch|final\.sbatch|job\.yaml"
+    r"|attempts\.jsonl|resumes\.jsonl|bad_steps\.json|job\.json|job\.sbatch|final\.sbatch|job\.yaml|host\.json|host\.lock"
     r"|logs|checkpoints|plots|profiles|tensorboard|trackers|report\.html|tokenizer\.json|origin|\.[a-z.]+\.unfinished"
 )
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 DEFAULT_PORT = 29400  # torchrun's own default
+KUBERNETES_JOB = "Kubernetes job"
+"""The source of an allocation that is one of the pods of a job."""
 _PORTS = 500  # pairs of ports over which Slurm jobs on the same nodes are spread
 
 
@@ -92,7 +94,7 @@ def _kubernetes(environ: Mapping[str, str], host_name: Callable[[], str]) -> All
         return None
     rank = _first_rank(environ, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
     place = _place(environ, rank, lambda: _first_pod(host_name(), rank), appears_late=True)
-    return Allocation("Kubernetes job", nodes, _count(environ, "PET_NPROC_PER_NODE"), place)
+    return Allocation(KUBERNETES_JOB, nodes, _count(environ, "PET_NPROC_PER_NODE"), place)
 
 
 def _first_pod(name: str, rank: int | None) -> str | None:

@@ -81,6 +81,16 @@ class RunDirectory:
         return self.root / "lock"
 
     @property
+    def host(self) -> Path:
+        """The pod of Kubernetes that holds the run, and the secret of all its pods; readable only by the user."""
+        return self.root / "host.json"
+
+    @property
+    def host_lock(self) -> Path:
+        """The lock of that pod."""
+        return self.root / "host.lock"
+
+    @property
     def job(self) -> Path:
         """The record of the newest job that was submitted for this run."""
         return self.root / "job.json"

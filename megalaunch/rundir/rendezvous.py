@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -54,3 +55,8 @@ def read_credentials(path: Path) -> Credentials:
     if not all(isinstance(part, str) and _HEX.fullmatch(part) for part in (credentials.run_id, credentials.secret)):
         raise CredentialsError(f"{path} has no valid rendezvous credentials")
     return credentials
+
+
+def prove(secret: str, *parts: str) -> str:
+    """Return the HMAC-SHA256 (RFC 2104) of these parts: that its sender holds the secret, which it does not tell."""
+    return hmac.new(bytes.fromhex(secret), json.dumps(parts).encode(), "sha256").hexdigest()

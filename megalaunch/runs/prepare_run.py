@@ -124,7 +124,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
 
     spec, stored = planned.spec, planned.state.stored
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated dtype
-    overrides, on_this_machine = planned.composition.overrides, starts and planned.start not in ("srun", "job")
+    overrides, on_this_machine = planned.composition.overrides, starts and planned.start not in ("srun", "job", "pod")
     machine = planned.machine if on_this_machine else None
     findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
     if planned.decision.action != "report":
@@ -153,7 +153,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
         about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}
         code = ExitCode.DATA if about_data else ExitCode.CONFIGURATION
         refuse("\n".join([text, *(command_lines(planned) if several else [])]), code)
-    if planned.start == "srun" or (planned.place is not None and planned.place.rank > 0):
+    if planned.start in ("srun", "pod") or (planned.place is not None and planned.place.rank > 0):
         return  # node 0 prints it
     typer.echo(run_table(spec, Topology.from_spec(spec)))
     shown = [finding for finding in findings if finding.severity == "warning"]

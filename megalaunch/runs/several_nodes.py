@@ -12,7 +12,7 @@ import typer
 
 from megalaunch.launchers.slurm.batch_script import srun_options
 from megalaunch.plan.findings import Finding
-from megalaunch.platform.allocation import Allocation, NodePlace
+from megalaunch.platform.allocation import KUBERNETES_JOB, Allocation, NodePlace
 from megalaunch.schema import RunSpec
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.rundir.paths import RunDirectory
 
-Start = Literal["here", "node", "srun", "job", "hand"]
-"""Where a run starts: on this machine alone; on this node as on every other; on every node by srun; as a job of its
-launcher; by pasted lines."""
+Start = Literal["here", "node", "pod", "srun", "job", "hand"]
+"""Where a run starts: on this machine alone; on this node as on every other; in this pod, if the pods choose those that
+take part; on every node by srun; as a job of its launcher; by pasted lines."""
 
 MULTI_NODE = "launcher.multi_node"
 # What a job asked for each of its own tasks; the launcher is the only task of its node, and gets the whole node.
@@ -45,10 +45,16 @@ def start_of(spec: RunSpec, allocation: Allocation | None) -> Start:
             return "job"
         return "here" if nodes == 1 else "hand"
     if allocation.place is not None and (allocation.nodes or nodes) > 1:
-        return "node"
+        return "pod" if _is_elastic_pod(spec, allocation) else "node"
     if nodes == 1:
         return "here"
     return "srun" if allocation.srun is not None else "hand"
+
+
+def _is_elastic_pod(spec: RunSpec, allocation: Allocation) -> bool:
+    """Return whether this process is a pod of a run that may continue on fewer; the commands of its nodes are not."""
+    is_pod = spec.launcher.name == "kubernetes" and allocation.source == KUBERNETES_JOB
+    return is_pod and spec.launcher.min_nodes is not None
 
 
 def check_nodes(
@@ -66,9 +72,9 @@ def check_nodes(
     message = None
     if start == "hand" and given > 1:
         message = _what_to_type(allocation, nodes, overrides)
-    elif nodes > given or (start == "node" and nodes != given):
+    elif nodes > given or (start in ("node", "pod") and nodes != given):
         message = f"the run has {nodes} node{'s' if nodes > 1 else ''}, but the {allocation.source} has {given}"
-    elif start == "node" and allocation.place is not None and allocation.place.rank >= nodes:
+    elif start in ("node", "pod") and allocation.place is not None and allocation.place.rank >= nodes:
         message = f"this is node {allocation.place.rank} of the {allocation.source}, but the run has only {nodes}"
     elif start == "hand":
         return list(findings)

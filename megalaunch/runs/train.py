@@ -70,6 +70,10 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool, detac
         from megalaunch.runs.submit import submit_run
 
         return submit_run(planned, detach, stop)
+    if planned.start == "pod":
+        from megalaunch.runs.elastic_pod import run_pod
+
+        return run_pod(planned, stop)
     if not prepare_only:
         require_optional_packages(planned.spec)
     if place is not None and place.rank > 0:

@@ -54,7 +54,7 @@ class LauncherSpec:
     min_nodes: int | None = setting(
         None,
         "Continue on fewer nodes, at least these, with the same global batch, where nodes were lost or failed the "
-        "preflight and none is spare; null: only on all. With launcher=ssh, slurm or ray.",
+        "preflight and none is spare; null: only on all. With launcher=ssh, slurm, ray or kubernetes.",
         "nodes",
         minimum=1,
     )

@@ -50,6 +50,7 @@ def conditions(kind, **more):
     return {"status": {"conditions": [{"type": kind, "status": "True", **more}]}}
 
 
+MAY_HAVE_FEWER = {"spec": {"completions": 2, "successPolicy": {"rules": [{"succeededCount": 1}]}}}
 UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes: no gpu"}
 
 
@@ -73,6 +74,17 @@ UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedul
             JobStatus("running", "RUNNING", "", "w0,w1", 2),
         ),
         ({}, [pod(0, "Running"), pod(1, "Pending")], JobStatus("running", "STARTING", "", "w0,w1")),
+        (
+            MAY_HAVE_FEWER,
+            [pod(0, "Failed", code=137), {**pod(0, "Pending", "2"), "spec": {}}, pod(1, "Running")],
+            JobStatus("running", "RUNNING", "1 of 2 pods", "w1"),
+        ),
+        (MAY_HAVE_FEWER, [pod(0, "Running"), pod(1, "Running")], JobStatus("running", "RUNNING", "", "w0,w1")),
+        (
+            {**MAY_HAVE_FEWER, **conditions("Failed")},
+            [pod(0, "Failed", "1", 137), pod(1, "Failed", "1", 3)],
+            JobStatus("ended", "FAILED", "", "w0,w1", exit_code=3),
+        ),
         (conditions("Suspended", reason="JobSuspended"), [], JobStatus("pending", "SUSPENDED", "JobSuspended")),
         (conditions("Complete"), [], JobStatus("ended", "COMPLETE", exit_code=0)),
         (conditions("Completed"), [], JobStatus("ended", "COMPLETE", exit_code=0)),

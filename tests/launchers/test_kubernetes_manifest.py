@@ -73,6 +73,18 @@ def test_a_job_restarts_what_a_restart_can_help():
     assert [rule["onExitCodes"]["values"] for rule in rules[1:]] == [[75], [2, 3, 4, 7, 8]]
 
 
+def test_a_job_that_may_have_fewer_pods_completes_with_one_and_shows_the_commands_for_them():
+    job = replace(job_of(), fewer={1: ("train", "recipe=tiny", "cluster.nodes=1")})
+    _, made = manifest(job, "llama-1")
+    assert made["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    field = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert container["env"][-1] == {"name": "MEGALAUNCH_NODE_NAME", "valueFrom": field}
+    text = manifest_text(job, "llama-1")
+    assert text.endswith("\n# on 1 node, after others were lost\n# megalaunch train recipe=tiny cluster.nodes=1\n")
+    assert list(yaml.safe_load_all(text)) == manifest(job, "llama-1")
+
+
 @pytest.mark.parametrize(
     ("message", "action"),
     [
@@ -210,7 +222,10 @@ def test_schemas_accept_the_manifest(kind, settings):
     """The schemas of a release of Kubernetes, and the models of the controllers; an unknown field is an error too."""
     validate = pytest.importorskip("kubernetes_validate")
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    for found in yaml.safe_load_all(manifest_text(job_of(**{**settings, "kind": kind}), "llama-1")):
+    job = job_of(**{**settings, "kind": kind})
+    if kind == "job":
+        job = replace(job, fewer={1: ("train",)})
+    for found in yaml.safe_load_all(manifest_text(job, "llama-1")):
         if found["kind"] in ("Service", "Job"):
             validate.validate(found, "1.34", strict=True)
             continue

@@ -66,9 +66,14 @@ def test_the_check_says_on_how_many_nodes_a_run_continues():
 REFUSED = [
     (("launcher.min_nodes=4",), "min_nodes 4 is not below the 4 nodes of the run", "launcher.min_nodes=1"),
     (
-        ("launcher.min_nodes=1", "launcher.name=kubernetes"),
-        "launcher=kubernetes starts a run on all its nodes alone; ssh, slurm and ray continue on fewer; here stop",
+        ("launcher.min_nodes=1", "launcher.name=local"),
+        "launcher=local starts a run on all its nodes alone; ssh, slurm, ray and kubernetes continue on fewer",
         "launcher.min_nodes=null",
+    ),
+    (
+        ("launcher.min_nodes=1", "launcher.name=kubernetes", "launcher.kubernetes.kind=jobset"),
+        "the controller of a jobset starts all its pods again when one is lost; those of a job go on",
+        "launcher.kubernetes.kind=job",
     ),
     (
         ("launcher.min_nodes=1", "launcher.name=slurm", "launcher.max_restarts=0"),

@@ -37,6 +37,19 @@ def test_start(nodes, allocation, start):
 
 
 @pytest.mark.parametrize(
+    ("source", "min_nodes", "start"),
+    [
+        ("Kubernetes job", 1, "pod"),
+        ("Kubernetes job", None, "node"),
+        ("torchrun job", 1, "node"),  # one of the commands that a pod starts for the run
+    ],
+)
+def test_pods_of_a_run_that_may_have_fewer_choose_those_that_take_part(source, min_nodes, start):
+    spec = tiny_spec(cluster__nodes=2, launcher__name="kubernetes", launcher__min_nodes=min_nodes)
+    assert start_of(spec, Allocation(source, 2, None, SECOND)) == start
+
+
+@pytest.mark.parametrize(
     ("nodes", "allocation", "message", "fixes"),
     [
         (2, STEP, None, ()),

@@ -58,6 +58,7 @@ class MiniKubelet:
         self.pods: dict[int, _Pod] = {}
         self.started: list[str] = []
         self.failures: Counter[int] = Counter()
+        self.pending: set[int] = set()  # the indexes for whose pods there is no node
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -119,12 +120,16 @@ class MiniKubelet:
         ended = {index: pod.process.poll() for index, pod in self.pods.items()}
         for index in range(job["completions"]):
             if index not in self.pods:
+                if index in self.pending:
+                    continue
                 self._start(found, job, index)
             elif ended[index] == 0:
                 self._tell_end(self.pods[index], 0)
             elif ended[index] is not None and not self._failed(found, job, index, int(ended[index])):
                 return
-        if len(ended) == job["completions"] and all(code == 0 for code in ended.values()):
+        complete = [code == 0 for code in ended.values()]
+        needed = job.get("successPolicy", {"rules": [{"succeededCount": job["completions"]}]})
+        if complete.count(True) >= needed["rules"][0]["succeededCount"]:
             self._finish(found, "Complete" if self.kind == "job" else "Completed", "all pods have succeeded")
 
     def _failed(self, found: dict[str, Any], job: dict[str, Any], index: int, code: int) -> bool:
@@ -188,7 +193,7 @@ class MiniKubelet:
             "JOB_COMPLETION_INDEX": str(index),
         }
         for variable in container["env"]:
-            environment[variable["name"]] = self._value(variable, environment)
+            environment[variable["name"]] = self._value(variable, environment, spec)
         command = [_expanded(word, environment) for word in container["command"]]
         inside = ["unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh", str(hosts), f"{stem}-{index}", *command]
         with self._cluster.log(name).open("wb") as log:
@@ -219,10 +224,12 @@ class MiniKubelet:
             "status": {"phase": "Pending"},
         }
 
-    def _value(self, variable: dict[str, Any], environment: dict[str, str]) -> str:
-        """Return the value of a variable, which may be a key of a secret."""
+    def _value(self, variable: dict[str, Any], environment: dict[str, str], spec: dict[str, Any]) -> str:
+        """Return the value of a variable, which may be a key of a secret, or the name of the pod's node."""
         if "valueFrom" not in variable:
             return _expanded(variable.get("value", ""), environment)
+        if "fieldRef" in variable["valueFrom"]:
+            return str(spec[variable["valueFrom"]["fieldRef"]["fieldPath"].removeprefix("spec.")])
         place = variable["valueFrom"]["secretKeyRef"]
         secret = self._cluster.read(f"secret/{place['name']}")
         assert secret is not None

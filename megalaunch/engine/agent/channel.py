@@ -16,6 +16,8 @@ import secrets
 import socket
 from typing import Any, Literal
 
+from megalaunch.rundir.rendezvous import prove
+
 Purpose = Literal["agent", "store"]
 Message = dict[str, Any]
 
@@ -101,8 +103,8 @@ async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connec
             mine = secrets.token_hex(16)
             await connection.send_fields(GREETING, mine)
             theirs, proof = await connection.receive_fields(2)
-            _require(proof, _proof(secret, "server", mine, theirs))
-            await connection.send_fields(purpose, _proof(secret, "client", theirs, mine, purpose))
+            _require(proof, prove(secret, "server", mine, theirs))
+            await connection.send_fields(purpose, prove(secret, "client", theirs, mine, purpose))
             if await connection.receive_fields(1) != [purpose]:
                 raise PeerError
     except (TimeoutError, EOFError, ConnectionResetError) as error:
@@ -122,9 +124,9 @@ async def accept(connection: Connection, secret: str) -> Purpose:
             if greeting != GREETING:
                 raise PeerError
             mine = secrets.token_hex(16)
-            await connection.send_fields(mine, _proof(secret, "server", theirs, mine))
+            await connection.send_fields(mine, prove(secret, "server", theirs, mine))
             purpose, proof = await connection.receive_fields(2)
-            _require(proof, _proof(secret, "client", mine, theirs, purpose))
+            _require(proof, prove(secret, "client", mine, theirs, purpose))
             await connection.send_fields(purpose)
     except (TimeoutError, EOFError, OSError) as error:
         raise PeerError from error
@@ -134,10 +136,6 @@ async def accept(connection: Connection, secret: str) -> Purpose:
 def _require(given: str, expected: str) -> None:
     if not hmac.compare_digest(given, expected):
         raise PeerError
-
-
-def _proof(secret: str, *parts: str) -> str:
-    return hmac.new(bytes.fromhex(secret), json.dumps(parts).encode(), "sha256").hexdigest()
 
 
 async def join_streams(one: Connection, other: Connection) -> None:

@@ -165,7 +165,7 @@ class NodeStarter(ABC):
         return
 
     def returned(self) -> str:
-        """Return why the job would have more nodes if it started again now; "": it would not."""
+        """Return why to save and start again now: with more nodes, or without one that ends; "": there is no reason."""
         return ""
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class AttachedJob:
         self._nodes = starter.start(0, lambda: False)
         self._stragglers: tuple[int, ...] = ()  # nodes that the next attempt leaves out
         self._slower = ""  # in what way
-        self._returned = ""  # why the next attempt has more nodes
+        self._returned = ""  # why the next attempt has other nodes
         settings: LauncherSpec = job.settings
         self._wanted, self._rejoin_every, self._saves = job.nodes, settings.rejoin_every, 0
         self._budget = RestartBudget(settings.max_restarts, settings.restart_backoff, self._saved_step())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from megalaunch.launchers.attached.remote_agent import NodeOrder
 from megalaunch.launchers.launcher import Job
@@ -13,14 +14,21 @@ from megalaunch.rundir.paths import RunDirectory
 
 
 def node_orders(
-    job: Job, copied: Mapping[str, str], address: str, port: int, shared_text: str, attempt: int
+    job: Job,
+    copied: Mapping[str, str],
+    address: str,
+    port: int,
+    shared_text: str,
+    attempt: int,
+    shared_file: Path | None = None,
 ) -> list[NodeOrder]:
     """Return what each node runs.
 
     Args:
         copied: variables besides those of the host.
         address: at which all nodes reach node 0; `port` is the first of two ports there.
-        shared_text: of job.json, which a node must see.
+        shared_text: of a file of the run directory, which a node must see.
+        shared_file: that file; None: job.json.
     """
     common = {
         **copied,
@@ -29,7 +37,7 @@ def node_orders(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    shared = str(RunDirectory(job.directory).job)
+    shared = str(shared_file or RunDirectory(job.directory).job)
     return [
         NodeOrder(job.arguments, {**common, "GROUP_RANK": str(node)}, str(job.working_directory), shared, shared_text)
         for node in range(job.nodes)

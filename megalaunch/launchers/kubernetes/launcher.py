@@ -80,17 +80,16 @@ class KubernetesLauncher:
         return sorted(folder.glob(f"pod_{name}-*.log"))
 
     def new_lines(self, record: JobRecord) -> list[str]:
-        """Return what the newest pod of node 0 has printed since the last call."""
+        """Return what the pod of node 0 has printed since the last call."""
         if self._followed is not None and not self._followed.ended:
             return self._followed.lines()
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return []
         self._looked = time.monotonic()
         try:
-            started = [pod for pod in pods_of(record) if pod_index(pod) == 0 and _has_started(pod)]
+            newest = _first_pod(pods_of(record))
         except LauncherError:  # `status` tells
             return []
-        newest = started[-1]["metadata"]["name"] if started else None
         if newest is not None and (self._followed is None or self._followed.pod != newest):
             self._followed = FollowedPod(record.options, newest)
             atexit.register(self._followed.close)
@@ -157,5 +156,18 @@ def pods_of(record: JobRecord) -> list[Object]:
     return sorted_pods(found.get("items", []))
 
 
-def _has_started(pod: Object) -> bool:
-    return pod.get("status", {}).get("phase") not in (None, "Pending")
+def _first_pod(pods: Sequence[Object]) -> str | None:
+    """Return the name of the newest pod of node 0, which is that of the lowest index where one runs; None without one.
+
+    Args:
+        pods: in the order of their indexes.
+    """
+    running = [pod for pod in pods if _phase(pod) == "Running"]
+    index = pod_index(running[0]) if running else 0
+    started = [pod for pod in pods if pod_index(pod) == index and _phase(pod) not in (None, "Pending")]
+    return started[-1]["metadata"]["name"] if started else None
+
+
+def _phase(pod: Object) -> str | None:
+    phase: str | None = pod.get("status", {}).get("phase")
+    return phase

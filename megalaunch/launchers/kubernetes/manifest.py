@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megalaunch.launchers.attached.orders import commands_on_fewer
 from megalaunch.launchers.kubernetes.pod import (
     CONTAINER,
     Object,
@@ -50,8 +51,10 @@ def object_name(job: Job, submission: int) -> str:
 
 
 def manifest_text(job: Job, name: str) -> str:
-    """Return the manifest as YAML. Raises LauncherError without an image."""
-    return yaml.safe_dump_all(manifest(job, name), sort_keys=False, width=1000)
+    """Return the manifest as YAML; the commands on fewer nodes are comments. Raises LauncherError without an image."""
+    text: str = yaml.safe_dump_all(manifest(job, name), sort_keys=False, width=1000)
+    fewer = "\n# ".join(line.removeprefix("# ") for line in commands_on_fewer(job))
+    return f"{text}# {fewer}\n" if fewer else text
 
 
 def manifest(job: Job, name: str) -> list[Object]:
@@ -96,7 +99,9 @@ def _service(job: Job, name: str) -> Object:
 
 
 def _job(job: Job, name: str) -> Object:
-    limits = {"backoffLimit": job.settings.kubernetes.max_restarts * job.nodes}  # one lost pod ends those of all nodes
+    limits: Object = {"backoffLimit": job.settings.kubernetes.max_restarts * job.nodes}  # one lost pod may end all
+    if job.fewer:  # the pods that are missing at the end of the run never complete
+        limits["successPolicy"] = {"rules": [{"succeededCount": 1}]}
     return _indexed_job(job, name, job.nodes, limits, pod_spec(job, name))
 
 

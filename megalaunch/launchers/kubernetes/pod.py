@@ -11,6 +11,8 @@ from megalaunch.schema.kubernetes import KubernetesSpec
 CONTAINER = "node"
 PYTHON = "python3"
 PROGRAM = "megalaunch"
+NODE_VARIABLE = "MEGALAUNCH_NODE_NAME"
+"""The name of a pod's node, where pods of a run may be lost."""
 _SHARED_MEMORY = "/dev/shm"
 _SAVE_SECONDS = 30  # beyond launcher.stop_grace_period, for the launcher to end after its workers
 
@@ -73,7 +75,12 @@ def environment(job: Job) -> list[Object]:
     given = [variable.partition("=")[::2] for variable in settings.environment]
     secret = [variable.partition("=")[::2] for variable in settings.secrets]
     plain = [{"name": name, "value": escaped([value])[0]} for name, value in [("NNODES", str(job.nodes)), *given]]
-    return [*plain, *({"name": name, "valueFrom": {"secretKeyRef": _key(value)}} for name, value in secret)]
+    node = {"name": NODE_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    return [
+        *plain,
+        *([node] if job.fewer else []),
+        *({"name": name, "valueFrom": {"secretKeyRef": _key(value)}} for name, value in secret),
+    ]
 
 
 def _key(value: str) -> Object:

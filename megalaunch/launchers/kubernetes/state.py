@@ -29,20 +29,24 @@ def job_state(found: Object, pods: Sequence[Object], tasks: int = 0) -> JobStatu
     Args:
         tasks: number of independent tasks, of which the running ones count those that are complete; 0: nodes of a run.
     """
-    status = found.get("status", {})
+    status, may_have_fewer = found.get("status", {}), "successPolicy" in found.get("spec", {})
     conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
-    nodes = ",".join(dict.fromkeys(pod["spec"]["nodeName"] for pod in pods if pod.get("spec", {}).get("nodeName")))
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    shown = running if may_have_fewer and running else pods
+    nodes = ",".join(dict.fromkeys(pod["spec"]["nodeName"] for pod in shown if pod.get("spec", {}).get("nodeName")))
     restarts = int(status.get("restarts", 0) or status.get("failed", 0) or 0)
     if any(name in conditions for name in _ENDED):
         return JobStatus("ended", "COMPLETE", "", nodes, restarts, exit_code=0)
     if "Failed" in conditions:
         reason = _text(conditions["Failed"])
-        code = pod_exit_code(failing_pod(pods) or {}) if tasks else _exit_code(pods)
+        code = pod_exit_code(failing_pod(pods) or {}) if tasks or may_have_fewer else _exit_code(pods)
         return JobStatus("ended", "FAILED", reason, nodes, restarts, exit_code=code)
     if "Suspended" in conditions:
         return JobStatus("pending", "SUSPENDED", _text(conditions["Suspended"]), restarts=restarts)
     waiting = next((text for text in map(_waiting, pods) if text is not None), None)
-    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if running and may_have_fewer:
+        count, wanted = len(running), int(found["spec"]["completions"])
+        return JobStatus("running", "RUNNING", f"{count} of {wanted} pods" if count < wanted else "", nodes, restarts)
     if running and waiting is None:
         complete = f"{int(status.get('succeeded', 0) or 0)} of {tasks} tasks complete" if tasks else ""
         return JobStatus("running", "RUNNING", complete, nodes, restarts)

@@ -12,7 +12,7 @@ from megalaunch.plan.rules.suggestions import suggestions_enabled
 _KEY = "launcher.min_nodes"
 _OFF = {_KEY: None}
 _RESTARTS = {"launcher.max_restarts": 3}
-_INSTEAD = "ssh, slurm and ray continue on fewer; here stop the run, and type its command with fewer cluster.nodes"
+_INSTEAD = "ssh, slurm, ray and kubernetes continue on fewer"
 _SHOWN = 3  # problems, of the largest numbers of nodes
 
 
@@ -57,9 +57,13 @@ def _counts(at: RuleContext, fewest: int) -> list[NodeCount]:
 def _refusal(at: RuleContext, fewest: int) -> Violation | None:
     """Return why this run can never continue on fewer nodes; None if it may."""
     spec, nodes = at.spec, at.spec.cluster.nodes
-    if spec.launcher.name not in ("ssh", "slurm", "ray"):
+    if spec.launcher.name == "local":
         message = f"launcher={spec.launcher.name} starts a run on all its nodes alone; {_INSTEAD}"
         return Violation(_KEY, message, {}, (_OFF,))
+    kind = spec.launcher.kubernetes.kind
+    if spec.launcher.name == "kubernetes" and kind != "job":
+        message = f"the controller of a {kind} starts all its pods again when one is lost; those of a job go on"
+        return Violation(_KEY, message, {}, ({"launcher.kubernetes.kind": "job"}, _OFF))
     if spec.launcher.name == "slurm" and spec.launcher.max_restarts == 0:
         message = "the script of the job starts a run on fewer nodes by a restart, but launcher.max_restarts is 0"
         return Violation(_KEY, message, {"max_restarts": 0}, (_RESTARTS, _OFF))

@@ -178,7 +178,7 @@ def test_a_proof_is_good_for_one_connection_only():
         connection = channel.Connection(reader, writer)
         await connection.send_fields(channel.GREETING, "0" * 32)
         theirs, _ = await connection.receive_fields(2)
-        proof = channel._proof(MINE.secret, "client", theirs, "0" * 32, "agent")
+        proof = channel.prove(MINE.secret, "client", theirs, "0" * 32, "agent")
         await connection.send_fields("agent", proof)
         assert await connection.receive_fields(1) == ["agent"]
         heard.append(proof.encode())
