@@ -72,6 +72,7 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "parallelism_config_dp_shard_size": "parallel.dp",
         "parallelism_config_tp_size": "parallel.tp",
         "pipeline_parallel_degree": "parallel.pp",
+        "pipeline_parallel_microbatch_size": "batch.micro_batch_size",
         "pipeline_parallel_schedule": "parallel.schedule",
         "pp_size": "parallel.pp",
         "tensor_parallel": "parallel.tp",
@@ -143,6 +144,7 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "steps_per_print": "logging.log_interval",
         "val_check_interval": "train.validation_interval",
         "val_interval": "train.validation_interval",
+        "validation.freq": "train.validation_interval",
         "wandb.project": "logging.tracker_project",
         "wandb_project": "logging.tracker_project",
         # data
@@ -150,6 +152,7 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "dataset_path": "data.corpus",
         "dataset_prepared_path": "data.cache_directory",
         "data.tokenizer": "tokenizer.path",
+        "hf_assets_path": "tokenizer.path",
         "tokenizer_name": "tokenizer.path",
         "val_set_size": "data.validation_every",
         # machines and the run
@@ -216,7 +219,8 @@ OTHER_FORM: Mapping[str, str] = MappingProxyType(
         "sequence_parallel_size": "write parallel.cp=N parallel.cp_comm_type=a2a",
         "overlap_comm": "set parallel.overlap_grad_reduce and parallel.overlap_param_gather",
         "betas": "set optimizer.beta1 and optimizer.beta2",
-        "constant_steps": "write schedule.shape=wsd schedule.wsd_decay_steps=N",
+        "checkpoint.enable": "a run saves at its end; checkpoint.interval=N saves every N steps too",
+        "constant_steps": "set schedule.decay_steps to train.steps less these: after it the rate is schedule.min_lr",
         "sample_packing": "documents are always packed; data.reset_attention_mask=true masks attention between them",
         "detect_anomaly": "train.bad_step_action is what a loss or gradient that is not finite causes",
         "initial_load_in_hf": "checkpoint.load_pretrained reads Hugging Face folders, runs and checkpoints",

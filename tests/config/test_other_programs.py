@@ -70,6 +70,9 @@ SPELLINGS = {
     "precision.dtype": "precision.compute_dtype",
     "model.attention": "model.attention_backend",
     "data.tokenizer": "tokenizer.path",
+    "validation.freq": "train.validation_interval",
+    "optim.lr_scheduler.constant_steps": "schedule.decay_steps",
+    "trainer.strategy.context_parallel_size": "parallel.cp",
 }
 
 
