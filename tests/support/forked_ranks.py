@@ -33,6 +33,7 @@ import torch.distributed as dist
 from megalaunch.engine.platform.registry import get_platform
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 from megalaunch.engine.torch_private import set_object_unpickler
+from megalaunch.platform.overrides import OverrideError, installed_overrides
 
 STACK_SIGNAL = signal.SIGUSR2
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -69,7 +70,7 @@ def run_ranks(
     whose package only the ranks import: gloo on a CPU.
     """
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
-    _import_for_ranks()
+    _prepare_for_ranks()
     body = partial(_among_any_objects if any_object else _among_listed_objects, function)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
@@ -108,10 +109,16 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def _import_for_ranks() -> None:
-    """FSDP2 imports torch._dynamo (0.9 s) with its first forward pass: once here, or in every rank of every test."""
+def _prepare_for_ranks() -> None:
+    """Do once here what every rank of every test would do.
+
+    FSDP2 imports torch._dynamo (0.9 s) with its first forward pass; a model looks for overrides in the metadata of all
+    installed packages (7 ms).
+    """
     if "torch.distributed.fsdp" in sys.modules:
         importlib.import_module("torch._dynamo")
+    with contextlib.suppress(OverrideError):  # which the ranks raise
+        installed_overrides()
 
 
 def _among_any_objects(function: Callable[..., Any], *args: Any) -> Any:
