@@ -146,7 +146,7 @@ class Composer:
         files = ConfigFiles(parsed.choices, parsed.packages, parsed.folders, problems)
         files.read(self._chains, self._options)
         try:
-            composed = compose_config(files, [*_choice_overrides(files), *parsed.hydra])
+            composed = compose_config(files, _choice_overrides(files), parsed.hydra)
         except RecursionError as error:
             message = "the defaults lists of your config files include each other in a circle; remove one entry"
             raise ConfigError([*problems, SpecProblem("defaults", message, COMMAND_LINE)]) from error

@@ -69,6 +69,20 @@ def test_hydra_composes(monkeypatch):
     assert compose([LLAMA, "train.steps=5"]).spec.train.steps == 5
 
 
+@pytest.mark.parametrize(("further", "are_read"), [([], False), (["hydra.verbose=true"], True), (["~recompute"], True)])
+def test_groups_of_hydra_s_own_node_are_read_only_where_an_override_may_reach_them(monkeypatch, further, are_read):
+    nodes, real = [], api.compose_config
+
+    def seen(*args):
+        nodes.append(real(*args))
+        return nodes[-1]
+
+    monkeypatch.setattr("megalaunch.config.compose.compose_config", seen)
+    compose([LLAMA, *further])
+    read = {group for group, option in nodes[0].hydra.runtime.choices.items() if option}
+    assert [f"hydra/{group}" in read for group in api._OWN_GROUPS] == [are_read] * len(api._OWN_GROUPS)
+
+
 def test_typed_values_are_gone_with_their_context():
     """The same composition of files serves every list of typed values."""
     from megalaunch.config.hydra.structured import structured_run_spec
