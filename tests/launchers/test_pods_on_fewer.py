@@ -250,6 +250,15 @@ def test_a_pod_sees_the_end_of_the_run_that_was_told_just_before_it_has_the_lock
     RunLock(run.host_lock).release()  # it is free
 
 
+@pytest.mark.parametrize("code", [0, 4])
+def test_the_end_of_an_earlier_job_is_not_that_of_this_one(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(elastic_pod._Holder, "hold", lambda self, lock: lock.release() or ExitCode.HANG)
+    run, stop = RunDirectory(tmp_path), SimpleNamespace(count=0, watching=False)
+    write_host(run.host, host(exit_code=code))
+    job = replace(job_of(), directory=tmp_path)
+    assert elastic_pod.take_part(job, B, 29400, stop, print) == ExitCode.HANG
+
+
 def test_a_pod_that_was_told_to_end_while_it_waits_ends(tmp_path):
     run, here, stop = RunDirectory(tmp_path), host(), SimpleNamespace(count=0, watching=False)
     job = replace(job_of(), directory=tmp_path)
