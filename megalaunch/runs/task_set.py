@@ -106,13 +106,14 @@ def _say_started(tasks: TaskSet, background: Background | None) -> None:
     """Let the command end, and continue in the background."""
     if background is not None:
         log = RunDirectory(tasks.directory).command_log
-        typer.echo(f"{tasks.settings.name}: the tasks run, held by process {os.getpid()} here; output in {log.parent}")
+        where = f"held by process {os.getpid()} here; output in {display_path(log.parent)}"
+        typer.echo(f"{tasks.settings.name}: the tasks run, {where}")
         _say_next(tasks)
         background.leave_terminal(log)
 
 
 def _say_next(tasks: TaskSet) -> None:
-    typer.echo(f"next: megalaunch status {shlex.quote(str(tasks.directory))}, logs or stop")
+    typer.echo(f"next: megalaunch status {shlex.quote(display_path(tasks.directory))}, logs or stop")
 
 
 def _refuse_second_job(tasks: TaskSet, launcher: TaskRunner | TaskScheduler) -> None:
@@ -127,9 +128,9 @@ def _refuse_second_job(tasks: TaskSet, launcher: TaskRunner | TaskScheduler) -> 
         return  # whether that process lives is not known here
     status = before.status(record)
     if status.phase in ("pending", "running"):
-        shown = shlex.quote(str(tasks.directory))
+        shown = shlex.quote(display_path(tasks.directory))
         fail(
-            f"{tasks.directory} has job {record.id} already: {status}\n"
+            f"{display_path(tasks.directory)} has job {record.id} already: {status}\n"
             f"fix:  megalaunch status {shown} shows it, megalaunch stop {shown} ends it"
         )
 
@@ -139,7 +140,7 @@ def _show_to_the_end(tasks: TaskSet, record: JobRecord, progress: TaskProgress) 
     try:
         status = _follow(record, progress)
     except KeyboardInterrupt:
-        shown = shlex.quote(str(tasks.directory))
+        shown = shlex.quote(display_path(tasks.directory))
         typer.echo(
             f"job {record.id} continues; `megalaunch status {shown}` shows it, `megalaunch stop {shown}` ends it"
         )

@@ -127,7 +127,7 @@ def test_a_detached_run_continues_in_the_background_until_it_is_stopped(hosts, t
     run = RunDirectory(tmp_path / "run/run")
     overrides = overrides_of(tmp_path, *hosts, "train.steps=3000")
     output = detached_and_stopped(tmp_path, run, *overrides)
-    submitted = f"submitted job {read_record(run.job).id} to ssh: 2 nodes, output in {run.root}/logs/node_*.log\nnext: "
+    submitted = f"submitted job {read_record(run.job).id} to ssh: 2 nodes, output in run/run/logs/node_*.log\nnext: "
     assert submitted in output
     assert on_the_hosts(run) == []
     assert "stopped by a signal; the run can be resumed" in shown("logs", run.root)

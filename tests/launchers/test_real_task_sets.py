@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -206,8 +205,8 @@ def test_detached_shards_continue_in_the_background(place, request, corpus):
     words, folder = (*preprocess(name), *_SHARDS, *launcher), corpus / f"{name}_job"
     code, output = call(corpus, *words, "--detach")
     record = read_record(RunDirectory(folder).job)
-    holds = f"{record.launcher}: the tasks run, held by process {record.id} here; output in {folder}/logs"
-    assert (code, output) == (0, f"{holds}\nnext: megalaunch status {shlex.quote(str(folder))}, logs or stop\n")
+    holds = f"{record.launcher}: the tasks run, held by process {record.id} here; output in {name}_job/logs"
+    assert (code, output) == (0, f"{holds}\nnext: megalaunch status {name}_job, logs or stop\n")
     pid = stop_shard(corpus, name, 2)
     assert f"  state    RUNNING (held by process {record.id} on " in shown("status", folder)
     code, output = call(corpus, *words)
@@ -361,7 +360,7 @@ def test_detached_pods_write_and_merge_the_shards_alone(cluster, corpus, tmp_pat
     code, output = call(corpus, *words, "--detach")
     job = job_of(folder)
     submitted = (
-        f"submitted to kubernetes: 4 shards in job {job}; output in {folder}/logs/pod_*.log\nnext: megalaunch status "
+        f"submitted to kubernetes: 4 shards in job {job}; output in apart_job/logs/pod_*.log\nnext: megalaunch status "
     )
     assert (code, output.startswith(submitted)) == (0, True), output
     assert f"  job      {job} of kubernetes, 4 tasks, submitted " in shown("status", corpus / "apart_job")
