@@ -113,7 +113,7 @@ def test_first_use_and_change(project):
     first = run(project, "one", "two words")
     assert (first.returncode, first.stdout) == (0, "stand-in one two words\n")
     assert "making .venv with Python 3." in first.stderr
-    assert "installing megalaunch[train] with pip" in first.stderr
+    assert "installing megalaunch[train,serve] with pip" in first.stderr
 
     second = run(project, "--json")
     assert (second.stdout, second.stderr) == ("stand-in --json\n", "")  # in place: nothing of ours is printed
@@ -121,7 +121,7 @@ def test_first_use_and_change(project):
     for name in ("constraints.txt", "pyproject.toml"):
         (project / name).write_text((project / name).read_text() + "# changed\n")
         changed = run(project)
-        assert "installing megalaunch[train]" in changed.stderr
+        assert "installing megalaunch[train,serve]" in changed.stderr
         assert "making .venv" not in changed.stderr  # brought up to date, not thrown away
         assert run(project).stderr == ""
 
