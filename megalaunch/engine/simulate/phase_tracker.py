@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,14 +29,14 @@ class PhaseTracker(StepObserver):
             return "backward"
         return self._reported
 
-    @contextmanager
-    def phase_scope(self, phase: Phase) -> Iterator[None]:
-        """Set the phase within the context."""
+    def phase_scope(self, phase: Phase) -> AbstractContextManager[None]:
+        """Return a context that sets the phase. It may be entered again: a split backward recomputes twice."""
+        return _PhaseScope(self, phase)
+
+    def set_phase(self, phase: Phase) -> Phase:
+        """Set the phase; return the one that was set before."""
         before, self._reported = self._reported, phase
-        try:
-            yield
-        finally:
-            self._reported = before
+        return before
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return contexts of the current phase for the forward pass, and of "recompute" for the recomputation."""
@@ -52,3 +53,19 @@ class PhaseTracker(StepObserver):
         By default it is the current phase.
         """
         return self._p2p.pop(storage_id(tensor), self.phase)
+
+
+class _PhaseScope(AbstractContextManager[None]):
+    """A phase of a tracker; it may be entered several times, also within itself."""
+
+    def __init__(self, tracker: PhaseTracker, phase: Phase) -> None:
+        self._tracker, self._phase = tracker, phase
+        self._before: list[Phase] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._tracker.set_phase(self._phase))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tracker.set_phase(self._before.pop())

@@ -268,6 +268,14 @@ def test_a_simulated_cpu_has_no_bf16_instructions(monkeypatch):
         assert matmul.use_fp32_matmul(x)
 
 
+def test_parts_that_a_split_backward_recomputes_twice_are_planned():
+    """For the gradients of inputs, and later for those of weights."""
+    overrides = ("data.mock=true", "parallel=pp2vpp2", "parallel.schedule=zero_bubble", "model.num_layers=4")
+    recompute = ("recompute=selective", "recompute.modules=[activation,mlp]", "batch.global_batch_size=8")
+    spec, _ = resolved("recipe=tiny", *overrides, *recompute)
+    assert deep_plan(spec).total == pytest.approx(memory_by_rank(spec)[0].total, rel=0.05)
+
+
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
         deep_plan(small_spec(parallel__dp=2), 2)
