@@ -64,11 +64,14 @@ class DataShards:
     experts: int
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, topology: Topology) -> DataShards:
-        """Return those of a resolved spec; 1 if every rank has them all."""
-        if spec.parallel.data_sharding == "no_shard":
-            return cls(1, 1)
-        return cls(topology.dp_shard * topology.cp, max(1, topology.edp // spec.parallel.dp_replicate))
+    def from_topology(cls, topology: Topology) -> DataShards:
+        """Return those of a topology; 1 if every rank has them all.
+
+        Context-parallel ranks share them under every strategy, with no_shard too. Routed experts without a mesh of
+        their own are sharded like dense parameters.
+        """
+        dense = topology.dp_shard * topology.cp
+        return cls(dense, topology.edp // topology.edp_replicate if topology.has_expert_mesh else dense)
 
     def of(self, params: DeviceParams) -> float:
         """Return the parameters that one rank updates."""

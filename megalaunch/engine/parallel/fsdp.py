@@ -61,7 +61,7 @@ class FSDPOptions:
     sync_every_microbatch: bool
 
 
-# no_shard differs from optim only by its mesh: dp_shard is 1 and all ranks are replicas (plan.topology).
+# no_shard differs from optim only by its mesh: dp_shard has the context-parallel ranks alone (plan.topology).
 ZERO_STAGES: dict[DataSharding, FSDPOptions] = {
     "no_shard": FSDPOptions(reshard_after_forward=False, sync_every_microbatch=False),
     "optim": FSDPOptions(reshard_after_forward=False, sync_every_microbatch=False),

@@ -278,7 +278,7 @@ def data_parallel(
     reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width, units)
     reducing += _replica_all_reduce(spec, topology, wires, params, width, units)
     gathering = 0.0
-    if p.data_sharding != "no_shard":
+    if topology.dp_shard * topology.cp > 1:
         in_fp8 = spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather
         each = 1 if in_fp8 else activation_bytes(spec)  # embedding and head, a small part, are gathered in bf16 always
         gathering = rounds.gathers * _dense_and_expert(spec, topology, wires, params, each, units)
@@ -299,7 +299,7 @@ def outer_step(spec: RunSpec, topology: Topology, wires: Interconnect, params: t
     """Return the time of the all-reduce of an outer step over the replicas, in fp32, spread over its steps."""
     if not topology.outer_steps:
         return CommTime()
-    shards = topology.dp_shard * (1 if spec.parallel.data_sharding == "no_shard" else topology.cp)
+    shards = topology.dp_shard * topology.cp
     mine = sum(params) / shards
     calls = math.ceil(mine / OUTER_BUCKET)
     stride = topology.tp * topology.cp * topology.dp_shard
@@ -319,7 +319,7 @@ def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, 
     if p.data_sharding == "optim_grads":
         return ShardingRounds(1, microbatches, 1)
     gathers = 1.0
-    if topology.pp > 1 and stack.frees_stages and p.data_sharding != "no_shard":
+    if topology.pp > 1 and stack.frees_stages and topology.dp_shard * topology.cp > 1:
         group = p.microbatch_group_size_per_vp_stage
         gathers = stage_gathers(p.schedule, topology.pp, chunks, rank, microbatches, group)
     return ShardingRounds(gathers, 1, gathers)
@@ -359,16 +359,15 @@ def _grids(
     Of the ranks that reduce gradients in a step.
     """
     topology = topology.gradient_group
-    replicated = spec.parallel.data_sharding == "no_shard"
-    copies = topology.dp * topology.cp if replicated else topology.dp_replicate
+    apart = topology.has_expert_mesh and not topology.outer_steps
+    expert_replicas = topology.edp_replicate if apart else topology.dp_replicate
 
-    def of(parameters: float, size: int, stride: int) -> tuple[float, int, int, int]:
-        replicas = max(1, min(copies, size))
+    def of(parameters: float, size: int, replicas: int, stride: int) -> tuple[float, int, int, int]:
         return parameters, max(1, size // replicas), replicas, stride
 
     return (
-        of(params[0], topology.dp * topology.cp, topology.tp),
-        of(params[1], topology.edp, topology.ep * topology.etp),
+        of(params[0], topology.dp * topology.cp, topology.dp_replicate, topology.tp),
+        of(params[1], topology.edp, expert_replicas, topology.ep * topology.etp),
     )
 
 

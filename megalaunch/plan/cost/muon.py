@@ -22,7 +22,7 @@ def muon_seconds(
     spec: RunSpec, topology: Topology, device: Device, wires: Interconnect, chunks: tuple[VirtualStage, ...]
 ) -> float:
     """Return the seconds of Muon on one pipeline rank beyond an elementwise update: iterations and exchanges."""
-    shards = DataShards.from_spec(spec, topology)
+    shards = DataShards.from_topology(topology)
     groups = spec.model.num_query_groups or spec.model.num_attention_heads
     by_ranks: dict[tuple[int, int], list[float]] = defaultdict(list)  # (data-parallel, tensor-parallel) -> seconds
     values: dict[tuple[int, int], float] = defaultdict(float)

@@ -381,7 +381,7 @@ def _optimizer(spec: RunSpec, topology: Topology, params: DeviceParams, device: 
     The host's update, and the copies of weights and gradients to it and of weights from it, overlap parameter by
     parameter, so that the slowest of the three is the time. The devices of a node share the host.
     """
-    owned, fraction = DataShards.from_spec(spec, topology).of(params), spec.optimizer.optimizer_offload_fraction
+    owned, fraction = DataShards.from_topology(topology).of(params), spec.optimizer.optimizer_offload_fraction
     to_host = 2 * main_param_bytes(spec) * owned * fraction / device.host
     on_host = owned * fraction * topology.devices_per_node / c.HOST_UPDATE.value
     on_device = owned * (1 - fraction) * c.OPTIMIZER_TRAFFIC.value / device.memory

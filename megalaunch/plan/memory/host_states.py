@@ -20,7 +20,7 @@ def host_bytes_per_node(spec: RunSpec) -> float:
     if not fraction:
         return 0.0
     topology = Topology.from_spec(spec)
-    shards = DataShards.from_spec(spec, topology)
+    shards = DataShards.from_topology(topology)
     ranks = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
     updated = max(shards.of(params) - params.copies / shards.dense for params in ranks)
     states = states_per_parameter(spec.optimizer) * moment_bytes(spec)

@@ -68,7 +68,7 @@ def model_states(
     spec: RunSpec, topology: Topology, params: DeviceParams, profile: MemoryProfile, in_flight: int = 1
 ) -> ModelStates:
     """Return the states of one rank's parameters, with at most `in_flight` microbatches in flight."""
-    data_shards, topology = DataShards.from_spec(spec, topology), topology.gradient_group
+    data_shards, topology = DataShards.from_topology(topology), topology.gradient_group
     shards, sharded_params = data_shards.dense, data_shards.of(params)
     updated_root = (params.root - params.copies) / shards
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
