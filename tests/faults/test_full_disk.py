@@ -136,7 +136,7 @@ def test_a_checkpoint_that_finds_no_space_is_written_again(tmp_path, small_disk,
             assert not list(directory.checkpoints.glob("step_*"))
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
-    assert f"warning: {directory.checkpoint(20)} cannot be written: it needs " in out
+    assert f"warning: {directory.checkpoint(20).relative_to(tmp_path)} cannot be written: it needs " in out
     assert train_tiny(tmp_path, f"run.directory={undisturbed.root}", *overrides)[0] == 0
     assert_delayed(directory, out, undisturbed)
     assert verify_checkpoint(directory.checkpoint(20)) == []
@@ -158,7 +158,7 @@ def test_the_deadline_ends_the_run_and_it_resumes(tmp_path, small_disk, fault):
     what = (
         ".jsonl cannot be written: No space left on device"
         if fault == "full"
-        else f"{directory.root} cannot be written: "
+        else f"{directory.root.relative_to(tmp_path)} cannot be written: "
     )
     assert what in said
     assert "for it: run.storage_timeout)" in said
@@ -182,5 +182,5 @@ def test_a_stop_ends_the_wait(tmp_path):
             _, err = process.communicate(timeout=60)
             assert time.monotonic() - began < 25  # of the grace period of 30
     assert process.returncode == 130
-    assert f"stopped before the workers saved ({directory.root} cannot be written: " in " ".join(err.split())
+    assert f"stopped before the workers saved ({directory.root.relative_to(tmp_path)} cannot be written: " in " ".join(err.split())
     assert read_outcome(directory.outcome) is None

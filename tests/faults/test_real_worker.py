@@ -93,7 +93,7 @@ def test_a_stop_then_the_same_command(tmp_path, shared, undisturbed, number, cod
     assert time.monotonic() - began < 30
     stopped_at = read_outcome(directory.outcome).step
     assert stopped_at < STEPS
-    assert str(directory.checkpoint(stopped_at)) in out
+    assert str(directory.checkpoint(stopped_at).relative_to(tmp_path)) in out
     assert "run the same command to resume" in err
     assert running(worker_pids(directory)) == []
     assert train_tiny(tmp_path, f"train.steps={STEPS}", shared=shared)[0] == 0
