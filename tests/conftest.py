@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-pytest_plugins = ["failures", "forked_ranks", "huge_pages", "proofs", "skipped", "txda_device"]
-pytest_plugins += ["warm_process", "warm_python"]
+pytest_plugins = ["failures", "forked_ranks", "huge_pages", "proofs", "skipped", "txda_device", "warm_process"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

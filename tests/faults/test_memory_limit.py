@@ -55,8 +55,9 @@ def test_the_limit_is_named_by_the_agent_of_its_node(tmp_path, worker):
             fault = f"open('/proc/self/oom_score_adj', 'w').write('1000'); {TAKE_MEMORY}"
             write_faulty_step(tmp_path, rank=1, step=7, fault=fault)
             path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-            settings = {"shared": tmp_path, "start_within": limited, "is_forked": False}
-            nodes = start_training_nodes(tmp_path, "launcher.max_restarts=1", **settings, PYTHONPATH=path)
+            nodes = start_training_nodes(
+                tmp_path, "launcher.max_restarts=1", shared=tmp_path, start_within=limited, PYTHONPATH=path
+            )
         with ended_processes(nodes) as (first, second):
             pass
     assert (first.returncode, second.returncode) == (5, 5), first.output + second.output

@@ -106,7 +106,7 @@ def test_a_rank_that_falls_out_of_step(tmp_path, shared, name, record_property):
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     timeout = TIMEOUT if name in ("another_collective", "an_endless_loop") else SHORT_TIMEOUT
     overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0", f"launcher.hang_timeout={timeout}")
-    code, _, err = train_tiny(tmp_path, *overrides, shared=shared, is_forked=True, PYTHONPATH=python_path)
+    code, _, err = train_tiny(tmp_path, *overrides, shared=shared, PYTHONPATH=python_path)
     directory = RunDirectory(tmp_path / "run")
     assert code in (5, 6), err
     assert f"rank {rank} ({coordinates})" in err

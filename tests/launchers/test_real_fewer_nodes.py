@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.timed, pytest.mark.slow]
 
 
 @pytest.fixture
-def hosts(warm_python, tmp_path):
+def hosts(tmp_path):
     (tmp_path / "ssh").mkdir()
-    with mini_ssh(tmp_path / "ssh", warm_python) as overrides:
+    with mini_ssh(tmp_path / "ssh") as overrides:
         yield overrides
 
 

@@ -37,8 +37,8 @@ _RAY = ("launcher=ray", "cluster.nodes=2", "cluster.devices_per_node=1")
 
 
 @pytest.fixture(scope="module")
-def cluster(warm_python):
-    """The address of a cluster whose two nodes are processes of this machine, and its Python."""
+def cluster():
+    """The address of a cluster whose two nodes are processes of this machine."""
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
@@ -47,7 +47,7 @@ def cluster(warm_python):
     made = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
         made.add_node(**size)
-        yield f"launcher.ray.address={made.address}", f"launcher.python={warm_python}"
+        yield made.address
     finally:
         made.shutdown()
 
@@ -56,8 +56,7 @@ def cluster(warm_python):
 @pytest.mark.timed
 def test_a_killed_agent_is_started_again_with_the_losses_of_an_undisturbed_run(cluster, tmp_path, tmp_path_factory):
     run = RunDirectory(tmp_path / "run")
-    cold = "launcher.python=null"  # a forked agent of node 0 ends so fast that its node may be named in place of node 1
-    overrides = tiny_overrides(tmp_path, *_RAY, *cluster, cold, *LENGTH)
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *LENGTH)
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 12), 180)
         assert train.poll() is None, train.communicate()[0]
@@ -85,10 +84,10 @@ def no_cluster(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timed
 def test_without_an_address_ray_is_started_here_and_a_killed_agent_resumes_exactly(
-    warm_python, no_cluster, tmp_path, tmp_path_factory
+    no_cluster, tmp_path, tmp_path_factory
 ):
     run = RunDirectory(tmp_path / "run")
-    here = ("launcher=ray", f"launcher.python={warm_python}", "cluster.devices_per_node=2", *LENGTH)
+    here = ("launcher=ray", "cluster.devices_per_node=2", *LENGTH)
     with started(tmp_path, *tiny_overrides(tmp_path, *here)) as train:
         wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 12), 180)
         assert train.poll() is None, train.communicate()[0]
@@ -109,7 +108,7 @@ def test_without_an_address_ray_is_started_here_and_a_killed_agent_resumes_exact
 @pytest.mark.timed
 def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
     run = RunDirectory(tmp_path / "run")
-    overrides = tiny_overrides(tmp_path, *_RAY, *cluster, "launcher.python=null", "train.steps=2000")
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", "train.steps=2000")
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 2), 180)
         train.send_signal(signal.SIGTERM)
@@ -128,7 +127,7 @@ def test_a_stop_saves_and_a_killed_launcher_leaves_nothing(cluster, tmp_path):
 @pytest.mark.timed
 def test_a_detached_run_continues_in_the_background_until_it_is_stopped(cluster, tmp_path):
     run = RunDirectory(tmp_path / "run")
-    overrides = tiny_overrides(tmp_path, *_RAY, *cluster, "train.steps=3000")
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", "train.steps=3000")
     output = detached_and_stopped(tmp_path, run, *overrides)
     assert f"submitted job {read_record(run.job).id} to ray: 2 nodes" in output
     assert processes(str(run.root), "-m megalaunch") == []
@@ -138,7 +137,7 @@ def test_a_detached_run_continues_in_the_background_until_it_is_stopped(cluster,
 @pytest.mark.timed
 def test_what_the_cluster_has_not_is_named(cluster, tmp_path):
     more = ("cluster.nodes=3", "batch.global_batch_size=6", "launcher.ray.placement_timeout=2")
-    overrides = tiny_overrides(tmp_path, *_RAY, *cluster, *more)
+    overrides = tiny_overrides(tmp_path, *_RAY, f"launcher.ray.address={cluster}", *more)
     done = subprocess.run([*COLD_MEGALAUNCH, "train", *overrides], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert (

@@ -21,7 +21,7 @@ _PATIENT = ("launcher.hang_timeout=300", "launcher.step_timeout=300")
 
 
 @pytest.fixture
-def cluster(warm_python):  # whose server is forked from this process, unless that has loaded Ray
+def cluster():
     """A cluster to which nodes can be added; its head has CPUs for two nodes of a run, but may be only one."""
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -52,11 +52,10 @@ def saved_on_fewer(run):
 
 
 def test_a_lost_node_is_left_out_and_another_taken_with_the_losses_of_an_undisturbed_run(
-    cluster, warm_python, tmp_path, tmp_path_factory
+    cluster, tmp_path, tmp_path_factory
 ):
     run = RunDirectory(tmp_path / "run")
-    nodes = ("cluster.nodes=2", "cluster.devices_per_node=1")
-    ray = ("launcher=ray", f"launcher.ray.address={cluster.address}", f"launcher.python={warm_python}", *nodes)
+    ray = ("launcher=ray", f"launcher.ray.address={cluster.address}", "cluster.nodes=2", "cluster.devices_per_node=1")
     lost = cluster.add_node(**_NODE)
     with started(tmp_path, *tiny_overrides(tmp_path, *ON_FEWER, *_PATIENT, *ray, "launcher.min_nodes=1")) as train:
         wait_until(lambda: train.poll() is not None or (run.metrics.exists() and len(steps_of(run)) > 6), 180)

@@ -20,14 +20,13 @@ def environment(monkeypatch):
     return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
 
 
-def overrides_of(folder, python, *more):
-    """Those of a run whose nodes have this Python; test_real_slurm.py starts all from nothing."""
-    return tiny_overrides(folder, *ON_FEWER, *JOB, f"launcher.python={python}", *more, shared=folder.parent)
+def overrides_of(folder, *more):
+    return tiny_overrides(folder, *ON_FEWER, *JOB, *more, shared=folder.parent)
 
 
-def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, warm_python, tmp_path, tmp_path_factory):
+def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, tmp_path, tmp_path_factory):
     run = RunDirectory(tmp_path / "run/run")
-    overrides = overrides_of(tmp_path / "run", warm_python, "launcher.min_nodes=1")
+    overrides = overrides_of(tmp_path / "run", "launcher.min_nodes=1")
     with mini_slurm(tmp_path / "slurm", down_after=300, srun_waits=5) as slurm:
         environment(slurm)
         with started(tmp_path, *overrides) as train:
@@ -45,9 +44,9 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_back(environment, warm
     assert_losses_on_fewer(run, tmp_path_factory)
 
 
-def test_a_spare_node_takes_the_place_of_a_lost_one(environment, warm_python, tmp_path, tmp_path_factory):
+def test_a_spare_node_takes_the_place_of_a_lost_one(environment, tmp_path, tmp_path_factory):
     run = RunDirectory(tmp_path / "run/run")
-    overrides = overrides_of(tmp_path / "run", warm_python, "launcher.slurm.spare_nodes=1")
+    overrides = overrides_of(tmp_path / "run", "launcher.slurm.spare_nodes=1")
     with mini_slurm(tmp_path / "slurm", nodes=3) as slurm:
         environment(slurm)
         with started(tmp_path, *overrides) as train:

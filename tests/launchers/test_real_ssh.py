@@ -37,8 +37,8 @@ _REMOTE = "megalaunch.launchers.attached.remote_agent"
 
 
 @pytest.fixture(scope="module")
-def hosts(warm_python, tmp_path_factory):
-    with mini_ssh(tmp_path_factory.mktemp("ssh"), warm_python) as overrides:
+def hosts(tmp_path_factory):
+    with mini_ssh(tmp_path_factory.mktemp("ssh")) as overrides:
         yield overrides
 
 
@@ -60,9 +60,8 @@ def test_killed_agents_are_started_again_with_the_losses_of_an_undisturbed_run(
     hosts, tmp_path, tmp_path_factory, record_property
 ):
     run = RunDirectory(tmp_path / "run/run")
-    three = ("launcher.ssh.hosts=[node0,node1,spare]", "launcher.max_restarts=2")
-    cold = "launcher.python=null"  # a forked agent of node 0 ends so fast that its node may be named in place of node 1
-    with started(tmp_path, *overrides_of(tmp_path, *hosts, *three, cold)) as train:
+    three = "launcher.ssh.hosts=[node0,node1,spare]"
+    with started(tmp_path, *overrides_of(tmp_path, *hosts, three, "launcher.max_restarts=2")) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 12, 120)
         (agent,) = agents(run, "--node-rank=1")
         os.kill(agent, signal.SIGKILL)
@@ -104,7 +103,7 @@ def _rank_of(pid):
 @pytest.mark.slow
 def test_stop_saves_and_a_dead_client_leaves_nothing(hosts, tmp_path):
     run = RunDirectory(tmp_path / "run/run")
-    overrides = overrides_of(tmp_path, *hosts, "launcher.python=null", "train.steps=3000")
+    overrides = overrides_of(tmp_path, *hosts, "train.steps=3000")
     with started(tmp_path, *overrides) as train:
         wait_until(lambda: run.metrics.exists() and len(steps_of(run)) > 3, 120)
         assert "RUNNING (held by process" in shown("status", run.root)

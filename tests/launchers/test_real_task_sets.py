@@ -57,8 +57,7 @@ def slurm(slurm_variables, monkeypatch):
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Two hosts whose programs start from nothing: a shard that is forked is done before a test can stop it."""
-    with mini_ssh(tmp_path_factory.mktemp("ssh"), "null") as overrides:
+    with mini_ssh(tmp_path_factory.mktemp("ssh")) as overrides:
         yield [word for word in overrides if word.startswith("launcher")]
 
 
@@ -454,11 +453,10 @@ def results_of(sweep):
 
 @pytest.mark.parametrize("place", ["hosts", "ray_cluster"])
 def test_a_sweep_on_hosts_and_on_a_ray_cluster_has_the_results_of_the_local_one(
-    place, request, local_sweep, warm_python, tmp_path, monkeypatch
+    place, request, local_sweep, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it for tasks of one CPU; ssh copies it
-    more = (f"launcher.python={warm_python}", "launcher.ssh.environment=[OMP_NUM_THREADS]")
-    launcher = (*request.getfixturevalue(place), *more)
+    launcher = (*request.getfixturevalue(place), "launcher.ssh.environment=[OMP_NUM_THREADS]")
     code, output = call(tmp_path, *sweep_of_two(tmp_path), *launcher, "--name", "there")
     assert code == 0, output
     assert "2 of 2 trials ranked by validation_loss" in output

@@ -14,7 +14,7 @@ from launching import steps_of, wait_until
 from made_once import made_once
 from training import tiny_overrides
 from typer.testing import CliRunner
-from warm_process import SHOWN_MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.launch.process import descendants, kill_all
@@ -33,7 +33,7 @@ TOLERANCE = 1e-5  # of losses under another layout, as for checkpoints of random
 
 def call(folder: Path, *arguments: str, seconds: float = 240) -> tuple[int, str]:
     """A command of megalaunch in the folder; its exit code and output."""
-    done = subprocess.run([*SHOWN_MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run([*COLD_MEGALAUNCH, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -87,7 +87,7 @@ def started(folder: Path, *overrides: str, inside: Sequence[str] = ()) -> Iterat
 
     `inside` begins the command line, such as with the namespace that it runs in.
     """
-    command = [*inside, *SHOWN_MEGALAUNCH, "train", *overrides]
+    command = [*inside, *COLD_MEGALAUNCH, "train", *overrides]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     failed = True
     try:

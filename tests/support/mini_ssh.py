@@ -59,10 +59,10 @@ Host *
 
 
 @contextmanager
-def mini_ssh(folder: Path, python: str) -> Iterator[tuple[str, ...]]:
+def mini_ssh(folder: Path) -> Iterator[tuple[str, ...]]:
     """Start the server; yield the overrides of a run on `node0` and `node1`. Nothing of it is left.
 
-    `spare` is another host; on `no_interface` the preflight fails. Their Python is `python`; "null": this one.
+    `spare` is another host; on `no_interface` the preflight fails.
 
     The test is skipped where there is no sshd, or this user may not run it.
     """
@@ -88,7 +88,6 @@ def mini_ssh(folder: Path, python: str) -> Iterator[tuple[str, ...]]:
             "launcher.ssh.hosts=[node0,node1]",
             f"launcher.ssh.config={config}",
             f"launcher.ssh.master_port={free_ports()}",
-            f"launcher.python={python}",
         )
     finally:
         left = descendants(daemon.pid)

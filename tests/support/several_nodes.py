@@ -13,7 +13,7 @@ from pathlib import Path
 
 from h100_stand_in import start_on_h100
 from training import tiny_overrides
-from warm_process import COLD_MEGALAUNCH, MEGALAUNCH
+from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.platform.allocation import DEFAULT_PORT
@@ -100,14 +100,9 @@ def start_nodes(
 
 
 def start_training_nodes(
-    folder: Path,
-    *more: str,
-    shared: Path,
-    start_within: StartWithin = nullcontext,
-    is_forked: bool = True,
-    **environment: str,
+    folder: Path, *more: str, shared: Path, start_within: StartWithin = nullcontext, **environment: str
 ) -> list[subprocess.Popen[str]]:
-    """Two nodes of a Slurm step with real workers, one each; a fork has the memory of this process."""
+    """Two nodes of a Slurm step with real workers, one each."""
     port = free_ports()
     overrides = tiny_overrides(folder, "cluster.nodes=2", "cluster.devices_per_node=1", *more, shared=shared)
     nodes = []
@@ -115,7 +110,7 @@ def start_training_nodes(
         with start_within(node):
             nodes.append(
                 subprocess.Popen(
-                    [*(MEGALAUNCH if is_forked else COLD_MEGALAUNCH), "train", *overrides],
+                    [*COLD_MEGALAUNCH, "train", *overrides],
                     cwd=folder,
                     env={**os.environ, **slurm_step(node, port), **environment},
                     stdout=subprocess.PIPE,

@@ -13,8 +13,7 @@ from warm_process import COLD_MEGALAUNCH, MEGALAUNCH
 
 from megalaunch.launch.process import descendants, kill_all
 
-# What a sitecustomize.py replaces, or other modules of the path, may have been imported in a fork; the client of the
-# Hugging Face Hub reads its settings once in a process.
+# A sitecustomize.py runs, and the client of the Hugging Face Hub reads its settings, once in a process.
 _READ_AT_START = ("PYTHONPATH", "HF_")
 
 
@@ -46,15 +45,10 @@ def tiny_overrides(folder: Path, *more: str, shared: Path | None = None) -> list
 
 @contextmanager
 def training(
-    folder: Path, *more: str, shared: Path | None = None, is_forked: bool | None = None, **environment: str
+    folder: Path, *more: str, shared: Path | None = None, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """`megalaunch train` on a tiny run; on leaving, nothing that it started is left, whatever the test found.
-
-    It is forked (warm_process.py), unless a variable may then not be read; `is_forked` decides otherwise.
-    """
-    if is_forked is None:
-        is_forked = not any(name.startswith(_READ_AT_START) for name in environment)
-    start = MEGALAUNCH if is_forked else COLD_MEGALAUNCH
+    """`megalaunch train` on a tiny run; on leaving, nothing that it started is left, whatever the test found."""
+    start = COLD_MEGALAUNCH if any(name.startswith(_READ_AT_START) for name in environment) else MEGALAUNCH
     process = subprocess.Popen(
         [*start, "train", *tiny_overrides(folder, *more, shared=shared)],
         cwd=folder,
@@ -76,10 +70,8 @@ def training(
             print(*said, sep="")  # with the failure, which pytest shows
 
 
-def train_tiny(
-    folder: Path, *more: str, shared: Path | None = None, is_forked: bool | None = None, **environment: str
-) -> tuple[int, str, str]:
+def train_tiny(folder: Path, *more: str, shared: Path | None = None, **environment: str) -> tuple[int, str, str]:
     """Train to the end: (exit code, stdout, stderr)."""
-    with training(folder, *more, shared=shared, is_forked=is_forked, **environment) as process:
+    with training(folder, *more, shared=shared, **environment) as process:
         out, err = process.communicate(timeout=300)
         return process.returncode, out, err

@@ -2,9 +2,8 @@
 
 The imports of a command and of the agent that it starts take 9 s of a core, and the launch of a tiny run is otherwise
 3 s. A fork has its own process, parent, folder, environment, files, signals and exit code; also the agents and trackers
-that it starts are forks. It shares what this process has imported and cached: tests of imports and of plug-ins start
-COLD_MEGALAUNCH. /proc shows its own command line and environment where process_title.py can do that, else those of this
-process: tests that look for processes there start SHOWN_MEGALAUNCH.
+that it starts are forks. It shares what this process has imported and cached, and /proc shows the command line and the
+first environment of this process: tests of imports, of plug-ins and of what /proc shows start COLD_MEGALAUNCH.
 
 A lock that another thread held at the fork, in some library that a test has loaded, may stop the child before it is the
 command. It then prints its stack on the parent's standard error and ends, and the command is started as usual. Commands
@@ -36,14 +35,12 @@ from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, NoReturn
 
-from process_title import can_set_title, set_title
 from typer.testing import CliRunner
 
 MEGALAUNCH = (sys.executable, "-c", "from megalaunch.cli.main import main; main()")
 COLD_MEGALAUNCH = (sys.executable, "-m", "megalaunch")  # a start of its own, which finds new plug-ins
 PROGRAMS = {MEGALAUNCH[2]}  # those that are forked; tests may add theirs
-SHOWN_MEGALAUNCH = MEGALAUNCH if can_set_title() else COLD_MEGALAUNCH
-MODULES = {"megalaunch.engine.agent", "megalaunch.launch.trackers"}  # those of `-m` that are forked
+_MODULES = ("megalaunch.engine.agent", "megalaunch.launch.trackers")
 _OPEN_FILES = 2**16
 _STARTS_WITHIN = 20.0  # seconds; it takes a tenth of one
 _SUPPORT = str(Path(__file__).parent)
@@ -57,7 +54,7 @@ def pytest_configure() -> None:
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """Forks `python -c` with one of PROGRAMS, and `-m` with one of MODULES; starts anything else as usual."""
+    """Forks `python -c` with one of PROGRAMS, and the modules that these start; starts anything else as usual."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         """Fork in place of fork and exec; the parameters are those of CPython 3.11 to 3.13."""
@@ -77,7 +74,7 @@ class WarmPopen(subprocess.Popen[Any]):
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 where a thread runs beside this one
             self.pid = os.fork()
         if self.pid == 0:
-            _become(run, command, pipes, folder, environment, preexec_fn, new_session, begun)
+            _become(run, pipes, folder, environment, preexec_fn, new_session, begun)
         os.close(begun)
         with open(begins, "rb") as answer:
             has_begun = bool(answer.read())
@@ -101,9 +98,6 @@ def warm_up() -> None:
         "megalaunch.engine.agent", run_name="imported", alter_sys=True
     )  # not as the module that `-m` will run
     import_worker("megalaunch.engine.worker")
-    if find_spec("matplotlib"):  # a run that ends well draws its plot: half a second of imports
-        importlib.import_module("matplotlib.figure")
-        importlib.import_module("matplotlib.backends.backend_agg")
     CliRunner().invoke(app, ["validate-config", "recipe=quickstart"])
 
 
@@ -112,7 +106,7 @@ def _program(command: Sequence[str]) -> Callable[[], None] | None:
     if len(command) < 3 or command[0] != sys.executable or "ray._raylet" in sys.modules:
         return None
     kind, what, *arguments = map(os.fspath, command[1:])
-    if kind == "-m" and what in MODULES:
+    if kind == "-m" and what in _MODULES:
         return functools.partial(_run_module, what, arguments)
     if kind == "-c" and what in PROGRAMS:
         return functools.partial(_run_text, what, arguments)
@@ -122,7 +116,6 @@ def _program(command: Sequence[str]) -> Callable[[], None] | None:
 def _run_module(name: str, arguments: list[str]) -> None:
     sys.argv = ["-m", *arguments]
     sys.path[0] = str(Path.cwd())
-    sys.modules.pop(name, None)
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
@@ -136,7 +129,6 @@ def _run_text(text: str, arguments: list[str]) -> None:
 
 def _become(
     run: Callable[[], None],
-    command: Sequence[str],
     pipes: Sequence[int],
     folder: str | Path | None,
     environment: Mapping[str, str] | None,
@@ -166,11 +158,7 @@ def _become(
         if environment is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
-        if can_set_title():
-            set_title([os.fsencode(word) for word in command], os.environb)
-        sys.orig_argv = [os.fsdecode(word) for word in command]
         _reset_python()
-        _customize()
         faulthandler.cancel_dump_traceback_later()
         os.write(begun, b"1")
         _close_all_but()
@@ -229,14 +217,6 @@ def _reset_python() -> None:
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     torch = sys.modules["torch"]
     torch.set_num_threads(1)  # a forked OpenMP pool would hang
-
-
-def _customize() -> None:
-    """Run the `sitecustomize.py` of PYTHONPATH, as Python does at its start."""
-    places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if any((Path(place) / "sitecustomize.py").is_file() for place in places):
-        sys.modules.pop("sitecustomize", None)
-        importlib.import_module("sitecustomize")
 
 
 def _print_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
