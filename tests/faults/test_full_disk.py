@@ -182,5 +182,7 @@ def test_a_stop_ends_the_wait(tmp_path):
             _, err = process.communicate(timeout=60)
             assert time.monotonic() - began < 25  # of the grace period of 30
     assert process.returncode == 130
-    assert f"stopped before the workers saved ({directory.root.relative_to(tmp_path)} cannot be written: " in " ".join(err.split())
+    assert f"stopped before the workers saved ({directory.root.relative_to(tmp_path)} cannot be written: " in " ".join(
+        err.split()
+    )
     assert read_outcome(directory.outcome) is None

@@ -51,6 +51,14 @@ def test_states_in_host_memory_are_planned(seventy):
     assert half.time.optimizer > none.time.optimizer
 
 
+def test_context_parallel_ranks_gather_and_reduce_alike_with_and_without_sharding():
+    """Of one data-parallel rank both shard over cp alone."""
+    base = ("recipe=llama3_8b", "cluster.nodes=1", "cluster.devices_per_node=8", "parallel=tp4cp2dp1")
+    whole, sharded = (predict(resolved(*base, f"parallel.data_sharding={name}")[0]) for name in ("no_shard", "optim"))
+    assert whole.time == sharded.time
+    assert whole.memory.kinds == sharded.memory.kinds
+
+
 def test_only_the_layers_that_are_recomputed_are_computed_again(seventy):
     """Of recompute.method=block the first `num_layers` of a stage; selective recomputation only where none offload."""
     full, block = (

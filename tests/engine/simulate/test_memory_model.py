@@ -109,6 +109,7 @@ CASES = [
     Case("dp", 2, (8, 4, 2048), LOSS, (f"{OFFLOADED}=1",)),
     Case("zero1", 2, (8, 4, 2048), LOSS, (f"{OFFLOADED}=0.5",)),
     Case("zero0", 2, (8, 4, 2048), LOSS, ("parallel.outer_steps=1",)),
+    Case("zero0cp2", 4, (8, 4, 2048), LOSS),  # states are sharded over cp
     Case("zero0", 2, (4, 2, 1024), LAYER, ("parallel.outer_steps=5", "parallel.outer_momentum=0", FEW_WORDS)),
     Case("zero3hsdp2", 4, (8, 2, 1024), LAYER, ("parallel.outer_steps=5", FEW_WORDS)),
     Case("zero3", 2, (4, 2, 1024), LAYER, (FEW_WORDS, f"{OFFLOADED}=0.5")),
