@@ -278,7 +278,7 @@ def data_parallel(
     reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width, units)
     reducing += _replica_all_reduce(spec, topology, wires, params, width, units)
     gathering = 0.0
-    if topology.dp_shard * topology.cp > 1:
+    if _is_sharded(spec, topology):
         in_fp8 = spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather
         each = 1 if in_fp8 else activation_bytes(spec)  # embedding and head, a small part, are gathered in bf16 always
         gathering = rounds.gathers * _dense_and_expert(spec, topology, wires, params, each, units)
@@ -319,10 +319,15 @@ def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, 
     if p.data_sharding == "optim_grads":
         return ShardingRounds(1, microbatches, 1)
     gathers = 1.0
-    if topology.pp > 1 and stack.frees_stages and topology.dp_shard * topology.cp > 1:
+    if topology.pp > 1 and stack.frees_stages and _is_sharded(spec, topology):
         group = p.microbatch_group_size_per_vp_stage
         gathers = stage_gathers(p.schedule, topology.pp, chunks, rank, microbatches, group)
     return ShardingRounds(gathers, 1, gathers)
+
+
+def _is_sharded(spec: RunSpec, topology: Topology) -> bool:
+    """Return whether parameters are gathered: with no_shard only over context-parallel ranks."""
+    return spec.parallel.data_sharding != "no_shard" or topology.cp > 1
 
 
 def _dense_and_expert(
