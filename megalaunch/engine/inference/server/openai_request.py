@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
@@ -82,10 +82,10 @@ def read_completion(data: Any, source: ModelSource, model: str) -> TextRequest:
     count = fields.integer("max_tokens", 0)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     echo = fields.boolean("echo")
-    make = _text_maker(fields, source, _DEFAULT_TOKENS if count is None else count, logprobs, "max_tokens")
-    texts = tuple(
-        make(prompt, sample, echo and logprobs is not None) for prompt in prompts for sample in range(num_choices)
-    )
+    settings = _settings(fields, source, _DEFAULT_TOKENS if count is None else count, logprobs)
+    settings = replace(settings, score_prompt=echo and logprobs is not None)
+    longest = source.spec.model.max_position_embeddings
+    texts = _make_texts(settings, prompts, num_choices, longest, "max_tokens")
     echoed = tuple(_echo(prompt, source.tokenizer) for prompt in prompts) if echo else ()
     return TextRequest(texts, echoed, num_choices, *_streaming(fields))
 
@@ -111,14 +111,15 @@ def read_chat(data: Any, source: ModelSource, model: str, template: ChatTemplate
     num_choices = fields.integer("n", 1, MAX_CHOICES) or 1
     name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
     count = fields.integer(name, 1)
+    longest = source.spec.model.max_position_embeddings
     if count is None:
-        count = max(1, source.spec.model.max_position_embeddings - len(prompt))
+        count = max(1, longest - len(prompt))
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top is not None and not fields.boolean("logprobs"):
         raise ApiError("needs logprobs=true", "top_logprobs")
     logprobs = (top or 0) if fields.boolean("logprobs") else None
-    make = _text_maker(fields, source, count, logprobs, name)
-    texts = tuple(make(prompt, sample, False) for sample in range(num_choices))
+    settings = _settings(fields, source, count, logprobs)
+    texts = _make_texts(settings, [prompt], num_choices, longest, name)
     return TextRequest(texts, (), num_choices, *_streaming(fields))
 
 
@@ -175,10 +176,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, str]:
     return {"role": _ROLES[role], "content": content}
 
 
-def _text_maker(
-    fields: RequestFields, source: ModelSource, count: int, logprobs: int | None, name: str
-) -> Callable[[tuple[int, ...], int, bool], SequenceRequest]:
-    """Return a function that makes a text of a prompt, its choice, and whether the prompt is scored."""
+def _settings(fields: RequestFields, source: ModelSource, count: int, logprobs: int | None) -> SequenceRequest:
+    """Return the settings that all texts of a request share, without a prompt."""
     seed = fields.integer("seed", 0, 2**63 - 1)
     sampling = Sampling(
         temperature=fields.number("temperature", 1.0, 0.0, _MAX_TEMPERATURE),
@@ -193,13 +192,16 @@ def _text_maker(
         fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         fields.logit_bias(source.tokenizer.vocab_size),
     )
-    stops, longest = fields.stops(), source.spec.model.max_position_embeddings
+    return SequenceRequest((), count, sampling, 0, penalties, fields.stops(), logprobs)
 
-    def make(prompt: tuple[int, ...], sample: int, score_prompt: bool) -> SequenceRequest:
-        _check_length(prompt, count, longest, name)
-        return SequenceRequest(prompt, count, sampling, sample, penalties, stops, logprobs, score_prompt)
 
-    return make
+def _make_texts(
+    settings: SequenceRequest, prompts: Sequence[tuple[int, ...]], num_choices: int, longest: int, name: str
+) -> tuple[SequenceRequest, ...]:
+    """Return the texts, prompt by prompt; `name` is the field of their length, `longest` the model's context."""
+    for prompt in prompts:
+        _check_length(prompt, settings.max_new_tokens, longest, name)
+    return tuple(replace(settings, prompt=prompt, sample=sample) for prompt in prompts for sample in range(num_choices))
 
 
 def _check_length(prompt: Sequence[int], count: int, longest: int, name: str) -> None:
