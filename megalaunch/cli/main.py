@@ -33,5 +33,7 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in _SOON_DONE:
         gc.disable()
     from megalaunch.cli.app import app
+    from megalaunch.cli.interrupts import raise_swallowed_interrupts_again
 
+    raise_swallowed_interrupts_again()
     app(prog_name="megalaunch")
