@@ -5,8 +5,11 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
+import time
+from contextlib import suppress
+from types import CodeType, FrameType
 
-_AGAIN_AFTER = 0.01  # seconds; the hook itself must have returned by then
+_POLL = 0.01  # seconds
 
 
 def raise_swallowed_interrupts_again() -> None:
@@ -21,8 +24,25 @@ def raise_swallowed_interrupts_again() -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             usual(unraisable)
             return
-        again = threading.Timer(_AGAIN_AFTER, _thread.interrupt_main)
-        again.daemon = True
-        again.start()
+        with suppress(RuntimeError):  # no thread can be started at the end of the interpreter
+            _thread.start_new_thread(_interrupt_after, (hook.__code__,))  # threading's start() waits for the thread
 
     sys.unraisablehook = hook
+
+
+def _interrupt_after(code: CodeType) -> None:
+    """Raise a KeyboardInterrupt in the main thread when it has left `code`, where it would be swallowed again."""
+    time.sleep(_POLL)
+    while _is_executing(threading.main_thread().ident, code):
+        time.sleep(_POLL)
+    _thread.interrupt_main()
+
+
+def _is_executing(thread: int | None, code: CodeType) -> bool:
+    """Return whether `code` is on a thread's stack."""
+    frame: FrameType | None = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False

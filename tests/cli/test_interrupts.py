@@ -20,7 +20,7 @@ def press():
     time.sleep(1)
 try:
     exec(sys.argv[2])
-    time.sleep(3)
+    time.sleep(20 if sys.argv[1] == "again" else 0.1)
 except KeyboardInterrupt:
     print("interrupted")
 """
