@@ -200,6 +200,24 @@ def widen_fsdp_partial_sum(unit: FSDPModule) -> None:
             group._partial_reduce_output = group._partial_reduce_output.to(group.fsdp_params[0].orig_dtype)
 
 
+def accumulate_fsdp_grads(unit: FSDPModule, *, begun: bool) -> None:
+    """Add the unsharded gradients of an FSDP unit to the sums over microbatches, in the dtype of accumulation.
+
+    FSDP2 does so in hooks, which a pass for weights alone does not run, or runs before it has all gradients.
+
+    Args:
+        unit: The unit.
+        begun: Only of groups that have gradients in that dtype: FSDP2 reduces a group in one buffer of one dtype.
+    """
+    for group in _fsdp_param_groups(unit):
+        parameters: Sequence[FSDPParam] = group.fsdp_params
+        if begun and not any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
+            continue
+        for parameter in parameters:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def fsdp_unsharded_grads(unit: FSDPModule) -> Iterator[Tensor | None]:
     """Yield the unsharded gradients of an FSDP unit, accumulated over microbatches and not yet reduced."""
     for group in _fsdp_param_groups(unit):

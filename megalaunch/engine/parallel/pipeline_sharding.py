@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.fsdp import ZERO_STAGES, fsdp_modules, reduce_grads, reduce_grads_if_due, set_grad_sync
+from megalaunch.engine.torch_private import accumulate_fsdp_grads
 from megalaunch.schema.parallel import ParallelSpec
 
 
@@ -59,6 +60,8 @@ class ShardedStage(nn.Module):
     def end_backward(self, kind: str, last: bool) -> None:
         """Reduce the gradients that the backward pass has not reduced."""
         if kind == "weight":
+            for unit in fsdp_modules(self.part):
+                accumulate_fsdp_grads(unit, begun=True)
             reduce_grads(self.part, last)
         if kind != "input":
             reduce_grads_if_due(self.part, self._parallel, last)

@@ -15,12 +15,14 @@ import torch.distributed as dist
 import torch.distributed.pipelining._utils as pipelining
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.torch_version import TorchVersion
 
 from megalaunch.engine.parallel.pipeline_sharding import ShardedStage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, Phase, StepObserver
+from megalaunch.engine.torch_private import accumulate_fsdp_grads
 
 _BackwardResult = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]
 """Gradients of the inputs, and what torch keeps for the pass for weights."""
@@ -126,11 +128,16 @@ class ObservedStage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> _BackwardResult:
         """Run a full backward pass, or that for inputs, or that for weights; a sharded stage reduces its gradients."""
-        if not isinstance(self.submod, ShardedStage):
-            return self._run_backward(backward_type, bwd_kwargs, last_backward)
-        self.submod.begin_backward(backward_type, last_backward)
+        if isinstance(self.submod, ShardedStage):
+            self.submod.begin_backward(backward_type, last_backward)
+            result = self._run_backward(backward_type, bwd_kwargs, last_backward)
+            self.submod.end_backward(backward_type, last_backward)
+            return result
         result = self._run_backward(backward_type, bwd_kwargs, last_backward)
-        self.submod.end_backward(backward_type, last_backward)
+        if backward_type == "weight" and isinstance(self.submod, FSDPModule):
+            for unit in self.submod.modules():
+                if isinstance(unit, FSDPModule):
+                    accumulate_fsdp_grads(unit, begun=False)
         return result
 
     def _run_backward(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool) -> _BackwardResult:
