@@ -12,11 +12,16 @@ from typing import Any
 
 from megalaunch.plan.pipeline_layout import PipelineLayoutError, expand_layout
 from megalaunch.schema import RunSpec
+from megalaunch.schema.parallel import ParallelSpec
 
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules whose second chunks are placed in reverse order, from the last rank to the first."""
-SPLIT_BACKWARD = ("zero_bubble", *V_SCHEDULES)
-"""Schedules that compute the gradients of weights in a backward pass of their own."""
+_SPLIT_BACKWARD = ("zero_bubble", *V_SCHEDULES)
+
+
+def splits_backward(parallel: ParallelSpec) -> bool:
+    """Return whether a pipeline computes the gradients of weights in a backward pass of their own."""
+    return (parallel.pp or 1) > 1 and parallel.schedule in _SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,24 @@ from megalaunch.engine.model.layers import Norm, Output, SavePolicy
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.model.moe.moe_layer import MoELayer
+from megalaunch.engine.parallel.split_backward_checkpoint import checkpoint_split_backward
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
 
 
-def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObserver = NO_OBSERVER) -> None:
+def apply_recompute(
+    model: Decoder, settings: RecomputeSpec, observer: StepObserver = NO_OBSERVER, *, split_backward: bool = False
+) -> None:
     """Apply `recompute.*` to a model, in place.
 
     full, uniform: checkpoint every layer, or spans of `num_layers` layers as one; full, block: the first `num_layers`
     layers; selective: the modules of `recompute.modules` in every layer that does not offload its activations.
     Call it before `fully_shard`, whose hooks then stay outside the checkpoint and do not run again in recomputation.
     Modules of a library user may draw from torch's generators (`nn.Dropout`): their recomputation draws the same.
+    With `split_backward` the gradients of inputs and of weights are computed in two passes, by a zero-bubble schedule.
     """
-    whole = Checkpoint(observer, preserve_rng_state=not model.has_standard_modules)
+    whole = Checkpoint(observer, not model.has_standard_modules, split_backward)
     layers = list(model.all_layers.values())
     if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
         names = list(model.layers)
@@ -99,13 +103,18 @@ class Checkpoint:
     Attributes:
         observer: Gets the phases of recomputation.
         preserve_rng_state: Whether the function may draw from torch's generators; the standard modules do not.
+        split_backward: Whether two backward passes read what the function saves.
     """
 
     observer: StepObserver = NO_OBSERVER
     preserve_rng_state: bool = False
+    split_backward: bool = False
 
     def __call__(self, function: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the function under `torch.utils.checkpoint`, which finds the device of its generator by the inputs."""
+        if self.split_backward:
+            contexts, preserves = self.observer.checkpoint_contexts, self.preserve_rng_state
+            return checkpoint_split_backward(function, inputs, contexts, preserve_rng_state=preserves)
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         if self.observer is not NO_OBSERVER:  # torch.compile does not trace a call with a `context_fn`
             settings["context_fn"] = self.observer.checkpoint_contexts

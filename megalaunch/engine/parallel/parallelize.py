@@ -47,6 +47,7 @@ from megalaunch.kernels.forms import prescribes_forms
 from megalaunch.kernels.overridable import build_for
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.attention_choice import taken_backend
+from megalaunch.plan.stage_validation import splits_backward
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
 
@@ -119,7 +120,7 @@ def parallelize_decoder(
         _set_dtype(part, main_params_dtype(spec.precision))
         shard_model_params(part, mesh.world_mesh["tp"])
         shard_expert_params(part, mesh.expert_shards_mesh)
-        apply_recompute(part, spec.recompute, observer)
+        apply_recompute(part, spec.recompute, observer, split_backward=splits_backward(spec.parallel))
         apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
         apply_float8(part, spec, mesh)
         if spec.train.compile:

@@ -14,7 +14,7 @@ from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.cost.stage_gathers import stage_gathers
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.memory.model_states import OUTER_BUCKET
-from megalaunch.plan.stage_validation import SPLIT_BACKWARD
+from megalaunch.plan.stage_validation import splits_backward
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.plan.world import site_size
 from megalaunch.platform.chips import ChipFacts
@@ -314,7 +314,7 @@ def sharding_rounds(spec: RunSpec, topology: Topology, stack: Stack, rank: int, 
     """
     p, microbatches = spec.parallel, topology.microbatches
     if p.data_sharding == "optim_grads_params":
-        split = topology.pp > 1 and p.schedule in SPLIT_BACKWARD
+        split = splits_backward(p)
         return ShardingRounds((3 if split else 2) * microbatches, microbatches, (1 if split else 2) * microbatches)
     if p.data_sharding == "optim_grads":
         return ShardingRounds(1, microbatches, 1)

@@ -15,7 +15,7 @@ from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import layer_parameters
 from megalaunch.plan.stage_params import DataShards, DeviceParams
-from megalaunch.plan.stage_validation import SPLIT_BACKWARD
+from megalaunch.plan.stage_validation import splits_backward
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import GATED, ModelSpec
@@ -213,7 +213,7 @@ def _fsdp(
     """
     per_param = _ParamBytes.from_spec(spec, topology)
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
-    split_backward = pipelined and spec.parallel.schedule in SPLIT_BACKWARD
+    split_backward = splits_backward(spec.parallel)
     full_grads = sharding in ("no_shard", "optim")  # full gradients until the last microbatch
     accumulates = topology.microbatches > 1
     all_params = params.dense + params.experts

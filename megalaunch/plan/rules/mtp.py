@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
-from megalaunch.plan.stage_validation import SPLIT_BACKWARD
+from megalaunch.plan.stage_validation import splits_backward
 
 register_inert(
     InertSetting(
@@ -80,7 +80,7 @@ def tied_split_backward(at: RuleContext) -> Iterator[Violation]:
     after each depth, whose backward that pass would run a second time.
     """
     p, model = at.spec.parallel, at.spec.model
-    if p.pp > 1 and p.schedule in SPLIT_BACKWARD and model.mtp.num_layers and model.tie_word_embeddings:
+    if splits_backward(p) and model.mtp.num_layers and model.tie_word_embeddings:
         yield Violation(
             "parallel.schedule",
             f"schedule={p.schedule} does not support multi-token prediction with tied embeddings",

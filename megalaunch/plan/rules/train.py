@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megalaunch.plan.memory.loss_chunks import microbatch_tokens
 from megalaunch.plan.rules.no_effect import InertSetting, on_cpu, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
-from megalaunch.plan.stage_validation import SPLIT_BACKWARD
+from megalaunch.plan.stage_validation import splits_backward
 
 
 @rule("train.exit_at_step", "exit_at_step is at most train.steps.")
@@ -198,7 +198,7 @@ _UNSUPPORTED_MODULES = ("norm", "mlp", "activation")
 def compile_split_backward(at: RuleContext) -> Iterator[Violation]:
     """A compiled layer has one backward function, but these schedules call its halves separately (pytorch#161904)."""
     p = at.spec.parallel
-    if at.spec.train.compile and p.pp > 1 and p.schedule in SPLIT_BACKWARD:
+    if at.spec.train.compile and splits_backward(p):
         yield Violation(
             "train.compile",
             f"schedule={p.schedule} splits each backward pass, but a compiled layer has one backward function",

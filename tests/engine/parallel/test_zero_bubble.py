@@ -64,8 +64,10 @@ def _work(spec: RunSpec) -> Counter[str]:
             marks=pytest.mark.slow,
         ),
         {"precision__compute_dtype": "bf16"},
+        {"recompute__granularity": "full"},
+        {"recompute__granularity": "selective", "recompute__modules": ("mlp", "norm")},
     ],
-    ids=["tp2", "tp2 sp", "tp2 sp overlapped", "bf16"],
+    ids=["tp2", "tp2 sp", "tp2 sp overlapped", "bf16", "recomputed", "partly recomputed"],
 )
 def test_both_passes_together_do_the_work_of_one(tensor, monkeypatch):
     monkeypatch.setattr("megalaunch.kernels.matmul._unit", lambda: None)  # products in bf16 are our own function
