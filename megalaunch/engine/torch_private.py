@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -64,6 +65,13 @@ def set_object_unpickler(unpickler: type[Any]) -> None:
 def storage_id(owner: Tensor | torch.UntypedStorage) -> int:
     """Return a number that names a live storage. Data pointers do not: they are 0 for fake tensors."""
     return (owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
+
+
+def count_holders(tensor: Tensor) -> tuple[int, int, int]:
+    """Return how many hold a tensor's storage, the tensor itself, and its Python object: autograd's own conditions."""
+    storage = torch._C._storage_Use_Count(storage_id(tensor))
+    count_uses: Callable[[], int] = tensor._use_count  # type: ignore[attr-defined]
+    return storage, count_uses(), sys.getrefcount(tensor)
 
 
 def base_of_view(view: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from megalaunch.engine.simulate.comm_tracker import CommTracker
+from megalaunch.engine.simulate.grad_sums import GradSums
 from megalaunch.engine.simulate.memory_tracker import MemoryTracker
 from megalaunch.engine.torch_private import (
     READ_DEVICE,
@@ -27,7 +28,7 @@ class SimulatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, collectives: CommTracker, memory: MemoryTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._collectives, self._memory = collectives, memory
+        self._collectives, self._memory, self._grad_sums = collectives, memory, GradSums()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,6 +40,8 @@ class SimulatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return device_of_fake(args[0])
         if function is WAIT_COLLECTIVE:
             return args[0]
+        if self._grad_sums.is_in_place(function, args):
+            return args[0].add_(args[1])
         output = 0 if function is READ_SCALAR else function(*args, **(kwargs or {}))
         self._collectives.after_operator(function, args, output)
         self._memory.after_operator(function, args, output)
