@@ -24,8 +24,9 @@ from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
 from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
 from megalaunch.plan.memory.host_states import host_bytes_per_node
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
-from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_bytes
+from megalaunch.plan.memory.model_states import GATHERED_LAYERS
 from megalaunch.plan.memory.offloaded_activations import offloaded_bytes_per_node
+from megalaunch.plan.memory.param_bytes import main_param_bytes
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
 from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank

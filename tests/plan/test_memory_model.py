@@ -12,7 +12,7 @@ from slow_cases import slow_but
 
 from megalaunch.plan.memory import ENGINE, MEGATRON, predict_memory
 from megalaunch.plan.memory.in_flight import in_flight
-from megalaunch.plan.memory.rank import LAYER, LOSS, STEP_END, memory_by_rank
+from megalaunch.plan.memory.rank import LOSS, NEXT_LAYER, STEP_END, memory_by_rank
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
@@ -44,8 +44,9 @@ def _with(spec, **values):
         ("interleaved", 4, 2, 3, 16, (4, 1)),  # 0 x 2 + 4 passes, and one more
         ("interleaved", 4, 2, 0, 16, (7, 4)),  # 6 + 4 + 1 = 11: 4 + 4, then 3 of the second group
         ("interleaved", 4, 2, 0, 4, (4, 4)),
-        ("zbv", 4, 2, 0, 16, (8, 1)),
-        ("zbv", 4, 2, 3, 16, (5, 4)),
+        ("zero_bubble", 4, 2, 3, 16, (4, 4)),
+        ("zbv", 4, 2, 0, 16, (7, 1)),
+        ("zbv", 4, 2, 3, 16, (4, 4)),
     ],
 )
 def test_microbatches_in_flight(schedule, pp, chunks, rank, microbatches, expected):
@@ -106,7 +107,7 @@ def test_full_sharding_gathers_embedding_head_and_two_layers(llama):
     few_words = _with(zero3, model__vocab_size=1024, recompute__granularity="full")
     ends = 2 * 1024 * 4096 + 4096
     memory = predict_memory(few_words)
-    assert memory.phase == LAYER
+    assert memory.phase == NEXT_LAYER
     assert memory.weights == pytest.approx(4 / 8 * memory.parameters + 2 * (ends + 2 * layer))
 
 

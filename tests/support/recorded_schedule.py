@@ -70,7 +70,8 @@ def run_order(name: Schedule, ranks: int, vpp: int, microbatches: int) -> list[l
         schedule = _schedule(name, ranks, vpp, rank, microbatches, None, ran)
         if isinstance(schedule, PipelineScheduleMulti):  # runs what this table says
             actions = [action for action in schedule.pipeline_order[rank] if action is not None]
-            ran += [Part(_KINDS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in actions]
+            parts = [part for action in actions for part in action.sub_actions or (action,)]  # overlapped: one's parts
+            ran += [Part(_KINDS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in parts]
         else:
             rows = torch.zeros(microbatches, 1)
             schedule.step(rows, target=rows, losses=[], return_outputs=False)

@@ -111,10 +111,10 @@ class _Generators:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draw as then; afterwards the generators are as before."""
-        kind = self._type or "cuda"
-        with torch.random.fork_rng(self._devices, device_type=kind):
+        kind = {} if self._type is None else {"device_type": self._type}
+        with torch.random.fork_rng(self._devices, **kind):
             torch.set_rng_state(self._cpu)
-            set_device_states(self._devices, self._states, device_type=kind)
+            set_device_states(self._devices, self._states, **kind)
             yield
 
 

@@ -26,8 +26,8 @@ from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
-from megalaunch.plan.memory.model_states import main_param_bytes
 from megalaunch.plan.memory.offloaded_activations import offloaded_bytes
+from megalaunch.plan.memory.param_bytes import main_param_bytes
 from megalaunch.plan.stage_params import DataShards, DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts

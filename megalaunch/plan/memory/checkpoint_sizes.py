@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalaunch.plan.memory.model_states import main_param_bytes, root_states_per_parameter, states_per_parameter
+from megalaunch.plan.memory.model_states import root_states_per_parameter, states_per_parameter
+from megalaunch.plan.memory.param_bytes import main_param_bytes
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.world import data_parallel_size, replicas_and_shards, world_size
 from megalaunch.schema import RunSpec

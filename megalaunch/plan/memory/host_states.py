@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megalaunch.plan.memory.model_states import main_param_bytes, moment_bytes, states_per_parameter
+from megalaunch.plan.memory.model_states import states_per_parameter
+from megalaunch.plan.memory.param_bytes import main_param_bytes, moment_bytes
 from megalaunch.plan.stage_params import DataShards, params_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec

@@ -9,16 +9,20 @@ from megalaunch.schema.parallel import Schedule
 
 @lru_cache(maxsize=65536)
 def in_flight(schedule: Schedule, pp: int, chunks: int, rank: int, microbatches: int, group: int) -> tuple[int, ...]:
-    """Return the microbatches in flight in each chunk of a rank when it begins its first backward pass.
+    """Return the microbatches in flight in each chunk of a rank: those whose last backward pass has not ended.
 
     1F1B: pp - rank (Narayanan et al. 2021a). Interleaved: Megatron's warm-up of 2 (pp - rank - 1) + (chunks - 1) group
-    passes and one more (Narayanan et al. 2021b). GPipe: all. The V schedules (Qi et al. 2024): on every rank as many as
-    on the first rank of 1F1B.
+    passes and one more (Narayanan et al. 2021b). GPipe: all. Of schedules that split the backward pass, in torch's
+    order: zero_bubble pp in every chunk (ZB-H1, Qi et al. 2024), the V schedules 2 pp passes in all; dualpipev runs a
+    forward pass while a backward pass runs, and has one more.
     """
     if schedule == "gpipe":
         return (microbatches,) * chunks
+    if schedule == "zero_bubble":
+        return (min(pp, microbatches),) * chunks
     if schedule in ("zbv", "dualpipev"):
-        return _v_shaped(pp, rank, microbatches, 1 if schedule == "dualpipev" else 0)
+        first = 2 * pp - rank - (1 if schedule == "zbv" else 0)
+        return min(first, microbatches), min(rank + 1, microbatches)
     if chunks == 1:
         return (min(pp - rank, microbatches),)
     total = chunks * microbatches
@@ -26,13 +30,17 @@ def in_flight(schedule: Schedule, pp: int, chunks: int, rank: int, microbatches:
     return _interleaved_warmup(passes, chunks, microbatches, group)
 
 
-def _v_shaped(pp: int, rank: int, microbatches: int, extra: int) -> tuple[int, ...]:
-    """Return the microbatches in flight of both chunks: 2 pp chunk passes in total.
+def waiting_for_weights(schedule: Schedule, pp: int, chunks: int, rank: int, microbatches: int) -> tuple[int, int]:
+    """Return how many passes of a rank, at most, wait for their gradients of weights, and how many others it then has.
 
-    On a low rank the first chunk waits long for its backward, the second only briefly.
+    Schedules that split the backward pass delay weights into the bubble, on later ranks by more (Qi et al. 2024). For
+    zbv with fewer than 2 pp microbatches it is a bound.
     """
-    first = min(microbatches, 2 * pp - rank + extra)
-    return first, min(microbatches, rank + 1)
+    if schedule == "zero_bubble":
+        waiting = min(rank + 1, microbatches)
+        return waiting, chunks * min(pp, microbatches) - waiting
+    waiting = min(2 * rank, 2 * (microbatches - pp)) + 1 if schedule == "zbv" else rank + 1
+    return waiting, pp - 1 - rank
 
 
 def _interleaved_warmup(passes: int, chunks: int, microbatches: int, group: int) -> tuple[int, ...]:

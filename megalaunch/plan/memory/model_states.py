@@ -11,7 +11,9 @@ from typing import Any
 
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.layer_reductions import LayerReductions, Sharded, tied_gradients
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
+from megalaunch.plan.memory.param_bytes import DTYPE_BYTES, MemoryPhase, ParamBytes, main_param_bytes, moment_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import layer_parameters
 from megalaunch.plan.stage_params import DataShards, DeviceParams
@@ -21,7 +23,6 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.model import GATED, ModelSpec
 from megalaunch.schema.optimizer import OptimizerSpec
 
-_BYTES = {"fp32": 4, "bf16": 2}
 UPDATE_PIECE = 1 << 22
 """Numbers of a tensor in bf16 that the optimizer updates at once, in fp32: 16 MiB."""
 OUTER_BUCKET = 1 << 25
@@ -31,24 +32,24 @@ GATHERED_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class MemoryPhase:
-    """Bytes on one device in one phase of a step, without optimizer states and activations."""
-
-    weights: float
-    gradients: float
-    buffers: float = 0.0
-
-
-@dataclass(frozen=True)
 class ModelStates:
     """Bytes on one device.
 
     Attributes:
         loss: during the backward of the loss.
-        layer: during the backward of a layer.
+        layer: during the backward of a layer, the first of a microbatch that holds most activations.
         grad_reduce: gradients of a layer while they are reduced.
-        last_layer: during the backward of the last layer, with the gradients of all other layers; None with gradient
-            accumulation, where `layer` has them.
+        next_layer: during the backward of the layer after it, while the gradients of one are in flight; None if none
+            are.
+        layer_gradients: of a layer whose backward has ended, before they are reduced.
+        last_layer: during the backward of the last layer, with the gradients of all other layers; None where `layer`
+            has as much.
+        later_layer: during the backward of a layer of the second microbatch, with the gradients of the first; None
+            where `layer` has them.
+        later_loss: during the backward of the loss of the second microbatch of a virtual stage, with its gradients of
+            the first; None where `loss` has them.
+        tied: at the end of a backward, with the gradients of a table that embedding and head share; None if they do
+            not, and of every microbatch but the last, of which `microbatch_end` has them.
         microbatch_end: at the end of the backward of a microbatch that is not the last.
         step_end: at the end of the last one, when gradients of embedding and head are reduced.
         update: during the update of tensors in bf16, which is computed in fp32; None if it needs no copies.
@@ -58,10 +59,15 @@ class ModelStates:
     loss: MemoryPhase
     layer: MemoryPhase
     grad_reduce: float
+    next_layer: MemoryPhase | None
     last_layer: MemoryPhase | None
+    later_layer: MemoryPhase | None
+    later_loss: MemoryPhase | None
+    tied: MemoryPhase | None
     microbatch_end: MemoryPhase | None
     step_end: MemoryPhase
     update: MemoryPhase | None = None
+    layer_gradients: float = 0.0
 
 
 def model_states(
@@ -149,17 +155,7 @@ def root_states_per_parameter(optimizer: OptimizerSpec) -> int:
 def outer_state_bytes(spec: RunSpec) -> int:
     """Return the bytes per parameter of what outer steps keep: outer weights and, unless it is 0, momentum, in fp32."""
     p = spec.parallel
-    return 0 if not p.outer_steps else _BYTES["fp32"] * (1 + (p.outer_momentum > 0))
-
-
-def main_param_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a main parameter (master weight)."""
-    return _BYTES[spec.precision.main_params_dtype]
-
-
-def moment_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a number of an optimizer state."""
-    return _BYTES[spec.precision.exp_avg_dtype]
+    return 0 if not p.outer_steps else DTYPE_BYTES["fp32"] * (1 + (p.outer_momentum > 0))
 
 
 def _computes_with_main_params(spec: RunSpec) -> bool:
@@ -171,30 +167,7 @@ def _computes_in_place(spec: RunSpec) -> bool:
     """Return whether the engine computes with main parameters, and accumulates gradients, without copies of either."""
     precision = spec.precision
     width = dtype_bytes(precision.compute_dtype)
-    return main_param_bytes(spec) == width and (width == _BYTES["fp32"] or precision.grad_dtype == "bf16")
-
-
-@dataclass(frozen=True)
-class _ParamBytes:
-    """Bytes per parameter: compute copy, main parameter, accumulated gradient, gradient while it is reduced."""
-
-    compute: int
-    main: int
-    grad: int
-    reduced: int
-
-    @classmethod
-    def from_spec(cls, spec: RunSpec, topology: Topology) -> _ParamBytes:
-        """Return those of a resolved spec; a single data-parallel rank reduces no gradients."""
-        precision = spec.precision
-        grad = _BYTES[precision.grad_dtype]
-        reduces = topology.dp * topology.cp > 1
-        return cls(
-            compute=dtype_bytes(precision.compute_dtype),
-            main=main_param_bytes(spec),
-            grad=grad,
-            reduced=min(_BYTES[precision.grad_reduce_dtype], grad) if reduces else grad,
-        )
+    return main_param_bytes(spec) == width and (width == DTYPE_BYTES["fp32"] or precision.grad_dtype == "bf16")
 
 
 def _fsdp(
@@ -211,8 +184,8 @@ def _fsdp(
 
     Of the chunks of a pipeline rank only the active ones have copies, unless each microbatch reduces gradients.
     """
-    per_param = _ParamBytes.from_spec(spec, topology)
-    sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
+    per_param = ParamBytes.from_spec(spec, topology)
+    sharding = spec.parallel.data_sharding
     split_backward = splits_backward(spec.parallel)
     full_grads = sharding in ("no_shard", "optim")  # full gradients until the last microbatch
     accumulates = topology.microbatches > 1
@@ -231,10 +204,7 @@ def _fsdp(
     microbatch_end = None
     if accumulates and (full_grads or sharding == "optim_grads"):
         phase = MemoryPhase(main_params + per_param.compute * gathered, reduced_grads)
-        microbatch_end = _fsdp_microbatch_end(topology, params, per_param, phase, shards, full_grads, separate_buffers)
-        if not full_grads:
-            held = per_param.compute * _last_root_matrix(spec, params)
-            microbatch_end = replace(microbatch_end, buffers=microbatch_end.buffers + held)
+        microbatch_end = _fsdp_microbatch_end(spec, topology, params, per_param, phase, shards, separate_buffers)
     layer_grads: float = per_param.reduced
     if full_grads and accumulates:
         layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
@@ -243,6 +213,9 @@ def _fsdp(
     earlier_layers = 0.0
     if split_backward and not full_grads:  # a chunk's gradients are reduced after the pass that computes them all
         earlier_layers = per_param.compute * (params.chunk - params.layer)
+    earlier, shares_buffer = bool(grads_in_forward), shards == 1 and profile.separate_reduce_scatter_buffers
+    sharded = Sharded(per_param, sharded_params, gathered, earlier, sends_copy=not shares_buffer)
+    later = LayerReductions.from_spec(spec, topology, params, sharded)
     return ModelStates(
         optimizer=optimizer,
         loss=MemoryPhase(main_params + per_param.compute * loss_gathered, grads_in_forward),
@@ -250,9 +223,8 @@ def _fsdp(
             main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
         ),
         grad_reduce=params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0)) + earlier_layers,
-        last_layer=None
-        if accumulates or pipelined
-        else MemoryPhase(main_params + per_param.compute * gathered, reduced_grads * _finished_grad_fraction(params)),
+        layer_gradients=per_param.compute * params.layer,
+        **vars(later),
         microbatch_end=microbatch_end,
         step_end=_fsdp_step_end(topology, params, per_param, sharded_params, shards, full_grads, separate_buffers),
     )
@@ -264,34 +236,38 @@ def _update(spec: RunSpec, params: DeviceParams, sharded_params: float, shards: 
     Nothing is updated on the device if all states are in host memory.
     """
     main = main_param_bytes(spec)
-    copies = 2 * (main < _BYTES["fp32"])  # weights and gradients
+    copies = 2 * (main < DTYPE_BYTES["fp32"])  # weights and gradients
     copies += states_per_parameter(spec.optimizer) * (spec.precision.exp_avg_dtype != "fp32")
     if not copies or spec.optimizer.optimizer_offload_fraction == 1:
         return None
     piece = min(UPDATE_PIECE, max(params.head, params.layer) / shards)
-    return MemoryPhase(main * sharded_params, main * sharded_params, copies * _BYTES["fp32"] * piece)
+    return MemoryPhase(main * sharded_params, main * sharded_params, copies * DTYPE_BYTES["fp32"] * piece)
 
 
 def _fsdp_microbatch_end(
+    spec: RunSpec,
     topology: Topology,
     params: DeviceParams,
-    per_param: _ParamBytes,
+    per_param: ParamBytes,
     sharded: MemoryPhase,
     shards: int,
-    full_grads: bool,
     separate_buffers: bool,
 ) -> MemoryPhase:
     """Return the phase at the end of a microbatch that is not the last; `sharded` has weights and reduced gradients.
 
     The weights are all-gathered until the last microbatch. Gradients are accumulated, or reduced (ZeRO-2).
     """
-    if full_grads:
-        all_grads = per_param.grad * (params.dense + params.experts)
-        return replace(sharded, gradients=all_grads, buffers=per_param.compute * params.root)
+    tied = per_param.compute * tied_gradients(spec, topology, params)
+    if spec.parallel.data_sharding != "optim_grads":
+        all_grads, new = per_param.grad * (params.dense + params.experts), params.root
+        if splits_backward(spec.parallel):  # a chunk's gradients are accumulated after the pass that computes them all
+            new = max(params.root, params.chunk)
+        return replace(sharded, gradients=all_grads, buffers=max(per_param.compute * new, tied))
     accumulates = topology.microbatches > 2  # the first microbatch has no earlier gradients; the last one is step_end
     copies = 2 if separate_buffers else 1
     reducing = _grad_reduce_buffer(per_param.compute, per_param, shards, copies, accumulate=accumulates)
-    return replace(sharded, buffers=reducing * params.root)
+    held = per_param.compute * _last_root_matrix(spec, params)
+    return replace(sharded, buffers=max(reducing * params.root + held, tied))
 
 
 def _last_root_matrix(spec: RunSpec, params: DeviceParams) -> float:
@@ -308,7 +284,7 @@ def _last_root_matrix(spec: RunSpec, params: DeviceParams) -> float:
 def _fsdp_step_end(
     topology: Topology,
     params: DeviceParams,
-    per_param: _ParamBytes,
+    per_param: ParamBytes,
     sharded_params: float,
     shards: int,
     full_grads: bool,
@@ -337,7 +313,7 @@ def _fsdp_step_end(
 
 
 def _grad_reduce_buffer(
-    source: int, per_param: _ParamBytes, shards: int, copies: int, *, accumulate: bool, replicated: bool = False
+    source: int, per_param: ParamBytes, shards: int, copies: int, *, accumulate: bool, replicated: bool = False
 ) -> float:
     """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result.
 
@@ -364,13 +340,20 @@ def _single_rank(
     weights, all_grads = main_bytes * all_params, gradient * all_params
     earlier_grads = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
     grads_in_forward = all_grads if earlier_grads else 0.0
+    tied = gradient * tied_gradients(spec, topology, params)
+    if not accumulates:  # then their sum becomes the gradient
+        tied -= min(tied, gradient * params.root)
     return ModelStates(
         optimizer=optimizer,
         loss=MemoryPhase(weights, grads_in_forward),
         layer=MemoryPhase(weights, grads_in_forward, 0.0 if earlier_grads else gradient * params.head),
         grad_reduce=0.0 if earlier_grads else gradient * params.layer,
+        next_layer=None,
         last_layer=None if accumulates else MemoryPhase(weights, all_grads * _finished_grad_fraction(params)),
+        later_layer=MemoryPhase(weights, all_grads) if accumulates and not earlier_grads else None,
         microbatch_end=MemoryPhase(weights, all_grads) if accumulates and not earlier_grads else None,
+        later_loss=None,
+        tied=MemoryPhase(weights, all_grads, tied) if tied else None,
         step_end=MemoryPhase(weights, all_grads, gradient * (params.root - params.head) if accumulates else 0.0),
     )
 
@@ -393,5 +376,5 @@ def _distributed_optimizer(
     grads = params.dense + params.experts
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, grads = compute_bytes * sharded_params, sharded_params
-    phase = MemoryPhase(weights, _BYTES[spec.precision.grad_dtype] * grads)
-    return ModelStates(optimizer, phase, phase, 0.0, None, None, phase)
+    phase = MemoryPhase(weights, DTYPE_BYTES[spec.precision.grad_dtype] * grads)
+    return ModelStates(optimizer, phase, phase, 0.0, None, None, None, None, None, None, phase)

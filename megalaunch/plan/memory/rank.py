@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megalaunch.plan.layers import Layer
-from megalaunch.plan.memory.in_flight import in_flight
+from megalaunch.plan.memory.in_flight import in_flight, waiting_for_weights
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.loss import loss_bytes
-from megalaunch.plan.memory.model_states import MemoryPhase, model_states
+from megalaunch.plan.memory.model_states import ModelStates, model_states
+from megalaunch.plan.memory.param_bytes import MemoryPhase
 from megalaunch.plan.memory.profiles import MemoryProfile, profile_for
 from megalaunch.plan.memory.saved_activations import SavedBytes, head_bytes, saved_bytes
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.stage_params import DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
+from megalaunch.plan.stage_validation import splits_backward
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 
 LOSS, LAYER, GRAD_REDUCE = "backward of the loss", "backward of a layer", "gradient reduction of a layer"
-LAST_LAYER, MICROBATCH_END = "backward of the last layer", "end of a microbatch"
+NEXT_LAYER, LAST_LAYER = "backward of the second layer", "backward of the last layer"
+LATER_LAYER, MICROBATCH_END = "backward of a layer of the second microbatch", "end of a microbatch"
+LATER_LOSS, TIED = "backward of the loss of the second microbatch", "gradient of the tied embedding"
 STEP_END = "last gradient reduction"
 UPDATE = "optimizer's update"
 
@@ -90,7 +94,8 @@ class _SavedActivations:
 
     Attributes:
         all: when its backward passes begin.
-        layer: of one layer.
+        layer: of one layer, or of a group of layers that are recomputed together.
+        last: of the last layer or group, in its backward.
         recomputed: in addition, during the backward of one layer: its recomputed and prefetched activations.
         gradients: also in addition then: gradients of its activations, and scores.
         freed: of `all` and `recomputed`, those that are freed then, for as many bytes of gradients.
@@ -101,6 +106,7 @@ class _SavedActivations:
 
     all: float
     layer: float
+    last: float
     recomputed: float
     gradients: float
     freed: float
@@ -156,14 +162,41 @@ def _peak_candidates(
         gradients = losses * loss.with_logits - loss.not_rounded
         yield at(LOSS, states.loss, saved.all, logits, buffers=loss.buffers, head_gradients=gradients)
         yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
+        if states.later_loss is not None and saved.head_microbatches < saved.num_microbatches:
+            yield at(LATER_LOSS, states.later_loss, saved.all, logits, loss.buffers, gradients)
     temporary, in_layer = tokens * (saved.gradients + saved.freed), saved.recomputed - saved.freed
-    yield at(LAYER, states.layer, saved.all + in_layer, buffers=temporary + tokens * saved.p2p_gradients)
+    waiting = losses * loss.pending_logits if splits_backward(spec.parallel) else 0.0  # for the head's gradient
+    yield at(LAYER, states.layer, saved.all + in_layer, waiting, temporary + tokens * saved.p2p_gradients)
     if states.grad_reduce:
         yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
+    yield from _later_candidates(at, states, saved, in_layer, temporary)
+
+
+def _later_candidates(
+    at: Callable[..., Memory], states: ModelStates, saved: _SavedActivations, in_layer: float, temporary: float
+) -> Iterator[Memory]:
+    """Yield the memory in the phases after the backward of the first layer.
+
+    Args:
+        at: returns the memory in a phase, of its name, states, activations per token, and buffers.
+        states: the states of the rank.
+        saved: its saved activations.
+        in_layer: bytes per token that a layer's backward adds to them.
+        temporary: bytes of its buffers.
+    """
+    others = saved.all * (1 - 1 / saved.num_microbatches)  # the activations of other microbatches
+    if states.next_layer is not None:
+        yield at(NEXT_LAYER, states.next_layer, saved.all - saved.layer + in_layer, buffers=temporary)
+        unfinished = max(0.0, saved.all - 2 * saved.layer)
+        yield at(GRAD_REDUCE, states.next_layer, unfinished, buffers=states.layer_gradients)
     if states.last_layer is not None:
-        yield at(LAST_LAYER, states.last_layer, saved.layer + in_layer, buffers=temporary)
+        yield at(LAST_LAYER, states.last_layer, others + saved.last - saved.freed, buffers=temporary)
+    if states.later_layer is not None:
+        yield at(LATER_LAYER, states.later_layer, others + in_layer, buffers=temporary)
+    if states.tied is not None:
+        yield at(TIED, states.tied, 0.0)
     if states.microbatch_end is not None:
-        yield at(MICROBATCH_END, states.microbatch_end, saved.all * (1 - 1 / saved.num_microbatches))
+        yield at(MICROBATCH_END, states.microbatch_end, others)
     yield at(STEP_END, states.step_end, 0.0)
     if states.update is not None:
         yield at(UPDATE, states.update, 0.0)
@@ -195,15 +228,13 @@ def _saved_activations(
         spec.parallel.microbatch_group_size_per_vp_stage or topology.pp,
     )
     full = spec.recompute.granularity == "full"
-    total = layer = 0.0
+    total = layer = last = 0.0
     peak = (0.0, 0.0, 0.0)  # recomputed, gradients and freed, of the layer with the largest sum of the first two
-    head_microbatches = 1
+    head_microbatches, by_chunk = 1, []
     for chunk, count_in_flight in zip(chunks, microbatches, strict=True):
         offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
-        prefetched = _layers_resident(layers, offloaded)
-        to_recompute = (
-            spec.recompute.num_layers
-        )  # layers to recompute by recompute.method=block: the first ones of a stage
+        prefetched, stored, whole, outputs = _layers_resident(layers, offloaded), 0.0, 0.0, 0.0
+        to_recompute = spec.recompute.num_layers  # by recompute.method=block: the first layers of a stage
         for kind, count in chunk.kinds:
             one = saved[kind]
             on_device = max(0, count - offloaded)
@@ -212,14 +243,53 @@ def _saved_activations(
                 size, recomputed, to_recompute = _full_recompute(spec, one, on_device, to_recompute)
             else:
                 size, recomputed = one.saved * on_device, one.recomputed_at_peak
-            total += size * count_in_flight
+            stored, whole = stored + size, whole + one.without_recompute * on_device
+            outputs += one.output_gradients * count
             in_backward = (recomputed + prefetched * one.without_recompute, one.backward_peak, one.freed_at_peak)
             peak = max(peak, in_backward, key=lambda sizes: sizes[0] + sizes[1])
-            layer = size / on_device if on_device else 0.0
+            layer, last = size / on_device if on_device else 0.0, one.saved + in_backward[0]
+            if full:
+                group = 1 if spec.recompute.method == "block" else min(spec.recompute.num_layers, count)
+                layer, last = layer * group, one.without_recompute * group
+        by_chunk.append((whole, stored, outputs))
+        total += stored * count_in_flight
         if chunk.head:
             total += head * count_in_flight
             head_microbatches = max(1, count_in_flight)
-    return _SavedActivations(total, layer, *peak, microbatches, head_microbatches)
+    if splits_backward(spec.parallel):
+        peak = _peak_with_waiting_passes(spec, topology, rank, total, by_chunk, peak)
+    return _SavedActivations(total, layer, last, *peak, microbatches, head_microbatches)
+
+
+def _peak_with_waiting_passes(
+    spec: RunSpec,
+    topology: Topology,
+    rank: int,
+    total: float,
+    by_chunk: list[tuple[float, float, float]],
+    peak: tuple[float, float, float],
+) -> tuple[float, float, float]:
+    """Add to the peak of a layer's backward what passes for inputs leave for those for weights.
+
+    That are recomputed activations, and gradients of outputs: of one pass while most microbatches are in flight, later
+    of several. dualpipev splits only its last passes.
+
+    Args:
+        spec: a resolved spec whose schedule splits the backward pass.
+        topology: its topology.
+        rank: the pipeline rank.
+        total: bytes per token of its saved activations, to which the peak is added.
+        by_chunk: of each chunk the bytes of all activations of its layers, those that are saved, and the gradients of
+            their projections' outputs.
+        peak: recomputed activations, gradients and freed activations of one layer.
+    """
+    recomputed, gradients, freed = peak
+    whole, saved, outputs = max(by_chunk)
+    schedule = spec.parallel.schedule
+    waiting, others = waiting_for_weights(schedule, topology.pp, len(by_chunk), rank, topology.microbatches)
+    first = max(recomputed, whole - saved), gradients + outputs, freed
+    most = waiting * whole + others * saved - total, gradients + waiting * outputs, freed
+    return max(peak if schedule == "dualpipev" else first, most, key=lambda sizes: sizes[0] + sizes[1])
 
 
 def _layers_resident(layers: int, offloaded: int) -> int:

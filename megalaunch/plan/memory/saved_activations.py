@@ -259,6 +259,7 @@ class SavedBytes:
         layer_input: of them, the layer's input.
         backward_peak: peak of gradients (and scores) in its backward, in addition.
         freed_at_peak: of the saved or recomputed, those that are freed at that peak, for as many bytes of gradients.
+        output_gradients: of its projections' outputs, which a backward pass for weights reads.
     """
 
     saved: float
@@ -267,6 +268,7 @@ class SavedBytes:
     layer_input: float
     backward_peak: float
     freed_at_peak: float
+    output_gradients: float
 
     @property
     def without_recompute(self) -> float:
@@ -296,7 +298,19 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile:
         saved += 0.0 if is_recomputed else size
     layer_input = dims.residual_bytes * dims.hidden_size / dims.sequence_shards
     at_peak, gradients, freed = _backward_peak(dims, recomputed[True], recomputed[False])
-    return SavedBytes(saved, max(recomputed.values()), at_peak, layer_input, gradients, freed)
+    outputs = _output_gradients(dims)
+    return SavedBytes(saved, max(recomputed.values()), at_peak, layer_input, gradients, freed, outputs)
+
+
+def _output_gradients(d: LayerDims) -> float:
+    """Return the bytes of the gradients of the outputs of a layer's projections and norms."""
+    attention = d.query_width + d.key_width + d.value_width
+    if d.experts:
+        routed = d.expert_rows * (d.input_projections * d.expert_ffn_width + d.hidden_size)
+        block = routed / d.sequence_shards + d.input_projections * d.shared_ffn_width
+    else:
+        block = d.input_projections * d.ffn_width
+    return d.activation_bytes * (attention + block + 4 * d.hidden_size / d.sequence_shards)
 
 
 def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, float, float]:

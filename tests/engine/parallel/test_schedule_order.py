@@ -8,6 +8,7 @@ import pytest
 from recorded_schedule import Part, count_gathers, idle_fraction, place_in_time, run_order
 
 from megalaunch.plan.cost.stage_gathers import stage_gathers
+from megalaunch.plan.memory.in_flight import in_flight, waiting_for_weights
 
 RANKS, MICROBATCHES = 3, 6
 BUBBLE_1F1B = Fraction(RANKS - 1, MICROBATCHES + RANKS - 1)  # Narayanan et al. 2021
@@ -51,3 +52,51 @@ def test_the_planner_counts_the_gathers_of_virtual_stages(schedule, ranks, vpp, 
         counted = vpp * stage_gathers(schedule, ranks, vpp, rank, microbatches, group)
         assert counted == pytest.approx(count_gathers(schedule, ranks, vpp, rank, microbatches, group))
         assert (counted > vpp) == (vpp > 3)
+
+
+HELD = [
+    ("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
+    ("zero_bubble", 1), ("zero_bubble", 2), ("zero_bubble", 3), ("zbv", 2), ("dualpipev", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (4, 16)])
+@pytest.mark.parametrize(("schedule", "vpp"), HELD)
+def test_the_planner_counts_the_microbatches_in_flight(schedule, vpp, ranks, microbatches):
+    for rank, order in enumerate(run_order(schedule, ranks, vpp, microbatches)):
+        most: list[Part] = []
+        held: list[Part] = []
+        for part in order:
+            if part.kind == "F":
+                held.append(part)
+            elif part.kind in "BW":
+                held.remove(Part("F", part.stage, part.microbatch))
+            most = max(most, list(held), key=len)
+        stages = sorted({part.stage for part in order})
+        by_chunk = tuple(sum(part.stage == stage for part in most) for stage in stages)
+        assert in_flight(schedule, ranks, vpp, rank, microbatches, ranks) == by_chunk
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (4, 16)])
+@pytest.mark.parametrize(("schedule", "vpp"), [one for one in HELD if one[0] in ("zero_bubble", "zbv", "dualpipev")])
+def test_the_planner_counts_the_passes_that_wait_for_their_gradients_of_weights(schedule, vpp, ranks, microbatches):
+    for rank, order in enumerate(run_order(schedule, ranks, vpp, microbatches)):
+        held: set[tuple[int, int]] = set()
+        waiting: set[tuple[int, int]] = set()
+        most, others = 0, 0
+        for part in order:
+            one = part.stage, part.microbatch
+            if part.kind == "F":
+                held.add(one)
+            elif part.kind == "W":
+                waiting.remove(one)
+            else:
+                held.remove(one)
+                if part.kind == "I":
+                    waiting.add(one)
+            if len(waiting) > most:
+                most, others = len(waiting), len(held)
+        expected = waiting_for_weights(schedule, ranks, vpp, rank, microbatches)
+        assert expected[0] == most
+        # The first rank of a V schedule waits for one at all times: first with many others.
+        assert expected[1] == others or (rank == 0 and schedule != "zero_bubble")

@@ -268,12 +268,17 @@ def test_a_simulated_cpu_has_no_bf16_instructions(monkeypatch):
         assert matmul.use_fp32_matmul(x)
 
 
-def test_parts_that_a_split_backward_recomputes_twice_are_planned():
-    """For the gradients of inputs, and later for those of weights."""
+@pytest.mark.parametrize(
+    "recompute",
+    [("recompute=none",), ("recompute=full",), ("recompute=selective", "recompute.modules=[activation,mlp]")],
+    ids=["none", "full", "selective"],
+)
+def test_what_waits_for_the_pass_for_weights_is_planned(recompute):
+    """Recomputed activations, and gradients of outputs; on the last rank of as many passes as there are ranks."""
     overrides = ("data.mock=true", "parallel=pp2vpp2", "parallel.schedule=zero_bubble", "model.num_layers=4")
-    recompute = ("recompute=selective", "recompute.modules=[activation,mlp]", "batch.global_batch_size=8")
-    spec, _ = resolved("recipe=tiny", *overrides, *recompute)
-    assert deep_plan(spec).total == pytest.approx(memory_by_rank(spec)[0].total, rel=0.05)
+    spec, _ = resolved("recipe=tiny", *overrides, *recompute, "batch.global_batch_size=8")
+    for rank, planned in enumerate(memory_by_rank(spec)):
+        assert planned.total == pytest.approx(deep_plan(spec, rank).total, rel=0.05)
 
 
 def test_what_cannot_be_planned_is_refused():
