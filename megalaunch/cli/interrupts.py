@@ -1,4 +1,4 @@
-"""Ctrl-C that arrives where Python cannot raise an exception."""
+"""Ctrl-C and stop signals that arrive where Python cannot raise an exception."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLL = 0.01  # seconds
 
 
 def raise_swallowed_interrupts_again() -> None:
-    """Raise a KeyboardInterrupt again that Python would print and drop.
+    """Raise a KeyboardInterrupt or a StopBeforeLaunch again that Python would print and drop.
 
     A signal that arrives while an object is finalized, or while a weak reference calls back, raises its exception
     there, where it goes to nobody: Python prints "Exception ignored in" with a stack trace, and the command goes on.
@@ -21,18 +21,21 @@ def raise_swallowed_interrupts_again() -> None:
     usual = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs, /) -> None:
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        from megalaunch.launch.stop import REPEAT_SECONDS, StopBeforeLaunch  # not before it is needed: it takes 5 ms
+
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt | StopBeforeLaunch):
             usual(unraisable)
             return
+        seconds = _POLL + REPEAT_SECONDS  # StopSignals would take it for the same signal before
         with suppress(RuntimeError):  # no thread can be started at the end of the interpreter
-            _thread.start_new_thread(_interrupt_after, (hook.__code__,))  # threading's start() waits for the thread
+            _thread.start_new_thread(_interrupt_after, (seconds, hook.__code__))  # threading's start() waits for it
 
     sys.unraisablehook = hook
 
 
-def _interrupt_after(code: CodeType) -> None:
-    """Raise a KeyboardInterrupt in the main thread when it has left `code`, where it would be swallowed again."""
-    time.sleep(_POLL)
+def _interrupt_after(seconds: float, code: CodeType) -> None:
+    """Let SIGINT be handled when the main thread has left `code`, where its exception would be swallowed again."""
+    time.sleep(seconds)
     while _is_executing(threading.main_thread().ident, code):
         time.sleep(_POLL)
     _thread.interrupt_main()

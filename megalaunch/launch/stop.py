@@ -10,7 +10,8 @@ from megalaunch.rundir.outcome import ExitCode
 
 # A closed terminal and a scheduler's early warning are handled as SIGTERM: save a checkpoint, and be resumable.
 _AS_TERMINATE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_REPEAT_SECONDS = 0.1
+REPEAT_SECONDS = 0.1
+"""The same signal within this time is not a second request."""
 
 
 class StopBeforeLaunch(BaseException):
@@ -55,7 +56,7 @@ class StopSignals:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        repeated = self.first == number and now - self._last < _REPEAT_SECONDS
+        repeated = self.first == number and now - self._last < REPEAT_SECONDS
         self._last = now
         if repeated:  # timeout(1) and schedulers deliver one request twice: to the process and to its group
             return

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal
 
 from megalaunch.launch.process import PR_SET_PDEATHSIG, set_process_control
+from megalaunch.launch.stop import StopBeforeLaunch
 from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
 
 _STOP_SECONDS = 10.0
@@ -43,7 +44,7 @@ class LocalTasks:
 
 
 def _run(tasks: TaskSet, number: int) -> int:
-    """Run a task to its end, or stop it after Ctrl-C; return its exit code."""
+    """Run a task to its end, or stop it after a stop signal; return its exit code."""
     process = subprocess.Popen(
         [sys.executable, "-m", "megalaunch", *tasks.arguments(number)],
         cwd=tasks.working_directory,
@@ -52,7 +53,7 @@ def _run(tasks: TaskSet, number: int) -> int:
     )
     try:
         return process.wait()
-    except KeyboardInterrupt:
+    except StopBeforeLaunch:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_SECONDS)

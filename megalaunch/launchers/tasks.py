@@ -77,7 +77,7 @@ class TaskRunner(Protocol):
         """Return exactly what would run. Raises LauncherError."""
 
     def run(self, tasks: TaskSet, note: Callable[[str], None], started: Callable[[], None]) -> FailedTask | None:
-        """Run all tasks; None if all have succeeded. Raises LauncherError, KeyboardInterrupt with no task left.
+        """Run all tasks; None if all have succeeded. Raises LauncherError, StopBeforeLaunch with no task left.
 
         Args:
             note: called with each note to the user.

@@ -17,13 +17,14 @@ import typer
 from megalaunch.format.paths import display_path
 from megalaunch.launch.agent import last_lines
 from megalaunch.launch.background import Background, continue_in_background
+from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
 from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record
 from megalaunch.launchers.select_launcher import select_launcher, select_task_launcher
 from megalaunch.launchers.tasks import FailedTask, TaskRunner, TaskScheduler, TaskSet
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.runs.errors import fail
+from megalaunch.runs.errors import fail, refuse
 from megalaunch.schema.launcher import LauncherSpec
 
 _POLL_SECONDS = 0.5
@@ -85,11 +86,7 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
     try:
         _refuse_second_job(tasks, launcher)
         if launcher.attached:
-            background = continue_in_background() if detach else None
-            failed = launcher.run(tasks, note, partial(_say_started, tasks, background))
-            if failed is not None and failed.log is not None:
-                _print_log(failed.log)
-            return failed
+            return _run_attached(tasks, launcher, detach, progress, note)
         record = launcher.submit(tasks)
     except LauncherError as error:
         fail(error.text())
@@ -100,6 +97,21 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
         _say_next(tasks)
         raise typer.Exit(0)
     _show_to_the_end(tasks, record, progress)
+
+
+def _run_attached(
+    tasks: TaskSet, launcher: TaskRunner, detach: bool, progress: TaskProgress, note: Callable[[str], None]
+) -> FailedTask | None:
+    """Run tasks that end with this process: it waits for their end after a stop signal too. Raises LauncherError."""
+    background = continue_in_background() if detach else None
+    try:
+        with StopSignals():
+            failed = launcher.run(tasks, note, partial(_say_started, tasks, background))
+    except StopBeforeLaunch as stopped:
+        refuse(f"interrupted; finished {progress.kind}s are kept; the same command continues", stopped.exit_code)
+    if failed is not None and failed.log is not None:
+        _print_log(failed.log)
+    return failed
 
 
 def _say_started(tasks: TaskSet, background: Background | None) -> None:

@@ -64,7 +64,8 @@ class AttachedLauncher(ABC):
             self._job.stop(at_once)
         else:
             holder = _holder(record)
-            if send_signal(holder, signal.SIGTERM) and at_once:
+            sent = send_signal(holder, signal.SIGTERM)
+            if sent and at_once and not record.is_task_set:  # tasks save nothing: a second signal would end no sooner
                 send_signal(holder, signal.SIGINT)
         saves = not (at_once or record.is_task_set)
         return f"job {record.id} {'saves a checkpoint and ends' if saves else 'ends'}"

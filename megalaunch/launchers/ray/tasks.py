@@ -15,6 +15,7 @@ from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
 from megalaunch.rundir.paths import RunDirectory
 
 _ANSWER_SECONDS = 60.0
+_CANCEL_SECONDS = 10.0
 
 
 class RayTasks:
@@ -64,6 +65,8 @@ class RayTasks:
         finally:
             for task in waiting:
                 ray.cancel(task, force=True)
+            if waiting:
+                ray.wait(list(waiting), num_returns=len(waiting), timeout=_CANCEL_SECONDS)
         return None
 
 
