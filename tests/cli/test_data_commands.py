@@ -184,6 +184,20 @@ def test_merge_and_split_commands(made, tmp_path):
     done = run("data", "merge", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "merged") == content(made)
+    (tmp_path / "merged.idx").unlink()
+    (tmp_path / "merged.bin").write_bytes(b"of an experiment")
+    done = run("data", "merge", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
+    refusal = f"{tmp_path}/merged.bin: it exists. Give another --output-prefix, or --overwrite to replace it.\n"
+    assert (done.returncode, done.stderr) == (3, refusal)
+    assert (tmp_path / "merged.bin").read_bytes() == b"of an experiment"
+    done = run("data", "merge", tmp_path / "parts", "--output-prefix", tmp_path / "merged", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path / "merged") == content(made)
+    words = ("data", "split", made, "--output-prefix", tmp_path / "parts" / "p", "--parts", 2)
+    before = content(tmp_path / "parts" / "p_0")
+    assert (run(*words).returncode, content(tmp_path / "parts" / "p_0")) == (3, before)
+    assert run(*words, "--overwrite").returncode == 0
+    assert content(tmp_path / "parts" / "p_0") != before
     for arguments, cause in (
         (["--shares", "a"], "must be numbers"),
         ([], "--shares or --parts"),
@@ -233,7 +247,7 @@ def test_merged_and_split_files_have_reports(made, tmp_path):
         merge([*parts, other], tmp_path / "mixed")
     assert not (tmp_path / "mixed.idx").exists()
     Path(f"{parts[0]}.json").unlink()
-    merge(parts, tmp_path / "all")  # what the parts are is no longer known of all
+    merge(parts, tmp_path / "all", overwrite=True)  # what the parts are is no longer known of all
     assert not (tmp_path / "all.json").exists()
 
 

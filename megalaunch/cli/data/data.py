@@ -34,6 +34,7 @@ app = typer.Typer(
 
 Prefix = Annotated[Path, typer.Argument(help="Path of the files without .bin and .idx.")]
 TokenizerPath = Annotated[Path | None, typer.Option(help="The tokenizer (default: that of the report).")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
 _SHOWN_CHARACTERS, _SHOWN_IDS = 400, 12
 
 
@@ -98,12 +99,14 @@ def merge(
             parser=local_prefix, metavar="OUTPUT_PREFIX", help="Path of the files to write, without .bin and .idx."
         ),
     ],
+    overwrite: Overwrite = False,
 ) -> None:
     """Merge token files into one: the same bytes as preprocessing all their texts at once."""
     with _data_errors():
         from megalaunch.data.indexed_dataset.merge import merge as merge_files
 
-        merged = merge_files([path.expanduser() for path in prefixes], output_prefix.expanduser())
+        sources = [path.expanduser() for path in prefixes]
+        merged = merge_files(sources, output_prefix.expanduser(), overwrite=overwrite)
         typer.echo(f"{merged.prefix}: {_size(merged)}")
 
 
@@ -116,6 +119,7 @@ def split(
     ],
     shares: Annotated[str | None, typer.Option(help="Relative sizes of the parts, e.g. 99,1.")] = None,
     parts: Annotated[int | None, typer.Option(min=1, help="Number of equal parts.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Split token files into consecutive parts by documents; merging the parts gives the same bytes again."""
     if (shares is None) == (parts is None):
@@ -124,7 +128,8 @@ def split(
         from megalaunch.data.indexed_dataset.dataset import IndexedTokens
         from megalaunch.data.indexed_dataset.merge import split as split_files
 
-        for part in split_files(prefix.expanduser(), output_prefix.expanduser(), _shares(shares, parts)):
+        made = split_files(prefix.expanduser(), output_prefix.expanduser(), _shares(shares, parts), overwrite=overwrite)
+        for part in made:
             written = IndexedTokens(part)
             typer.echo(f"{part}: {_size(written)}")
 

@@ -41,13 +41,14 @@ def expand_prefixes(sources: Sequence[Path]) -> list[Path]:
     return found
 
 
-def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
+def merge(sources: Sequence[Path], target: Path, *, overwrite: bool = False) -> IndexedTokens:
     """Write all documents of the sources in order under `target`, as if their texts were preprocessed in one run.
 
     If each source has a report, `target` gets their merged report.
 
     Raises:
-        DataError: a source is unusable, dtypes or tokenizers differ, or the target is one of the sources.
+        DataError: a source is unusable, dtypes or tokenizers differ, the target is one of the sources, or it exists and
+            `overwrite` is false.
     """
     parts = [IndexedTokens(source) for source in expand_prefixes(sources)]
     for part in parts:
@@ -58,17 +59,20 @@ def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
                 fix="They come from different vocabularies; preprocess their texts with one tokenizer.",
             )
         _refuse_source(part, target)
+    if not overwrite:
+        _refuse_existing(target)
     _write(target, [(part, range(part.num_documents)) for part in parts])
     return IndexedTokens(target)
 
 
-def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
+def split(source: Path, target: Path, shares: Sequence[float], *, overwrite: bool = False) -> list[Path]:
     """Split the documents of `source` into consecutive parts `target_0`, `target_1`... of these shares.
 
     Boundaries are the rounded cumulative sums of the shares; merging the parts gives the source again.
 
     Raises:
-        DataError: the source is unusable or is one of the parts, or a part cannot be written.
+        DataError: the source is unusable or is one of the parts, a part cannot be written, or exists and `overwrite` is
+            false.
     """
     tokens = IndexedTokens(source)
     sums = np.cumsum(np.array(shares, np.float64))
@@ -77,6 +81,8 @@ def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
     made = [target.with_name(f"{target.name}_{number:0{digits}d}") for number in range(len(shares))]
     for part in made:
         _refuse_source(tokens, part)
+        if not overwrite:
+            _refuse_existing(part)
     for part, (first, last) in zip(made, pairwise(borders), strict=True):
         _write(part, [(tokens, range(first, last))])
     return made
@@ -86,6 +92,13 @@ def _refuse_source(source: IndexedTokens, target: Path) -> None:
     """Raise DataError if writing `target` would replace the files of `source`."""
     if source.prefix.resolve() == target.resolve():
         raise DataError("it is both source and target", file=target, fix="Choose another --output-prefix.")
+
+
+def _refuse_existing(target: Path) -> None:
+    """Raise DataError if there are files that writing `target` would replace."""
+    for path in (bin_path(target), idx_path(target)):
+        if path.exists():
+            raise DataError("it exists", file=path, fix="Give another --output-prefix, or --overwrite to replace it.")
 
 
 def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:

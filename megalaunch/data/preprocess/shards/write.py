@@ -101,7 +101,7 @@ def merge_shards(inputs: Sequence[str], output_prefix: Path, settings: Settings,
     content = {**reports[0], "inputs": [entry for report in reports for entry in report["inputs"]]}
     content["fingerprint"] = job_fingerprint(found, settings)
     for final, prefixes in zip(finals, sources, strict=True):
-        merge(prefixes, final)
+        merge(prefixes, final, overwrite=True)
         made = read_report(final) or {}
         counts = asdict(state.counts) | {"tokens": made["counts"]["tokens"]}
         write_report(final, {**content, "bad_records": state.bad, "counts": counts, "outputs": made["outputs"]})
