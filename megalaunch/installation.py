@@ -5,9 +5,9 @@ An environment of `uv tool` or pipx is not the shell's, so that pip would instal
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 
@@ -23,4 +23,5 @@ def install_command(requirement: str) -> str:
         return f"uv tool install {quoted}" if is_extra else f"uv tool install --with {quoted} megalaunch"
     if (environment / "pipx_metadata.json").is_file():
         return f"pipx install --force {quoted}" if is_extra else f"pipx inject megalaunch {quoted}"
-    return f"{'uv ' if importlib.util.find_spec('pip') is None else ''}pip install {quoted}"
+    # Not `importlib.util.find_spec`: setuptools acts on a search for pip, and warns if distutils is loaded.
+    return f"{'uv ' if PathFinder.find_spec('pip') is None else ''}pip install {quoted}"

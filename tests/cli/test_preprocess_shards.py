@@ -51,7 +51,8 @@ def test_all_shards_here_say_what_they_did(tmp_path, options):
     write_jsonl(tmp_path / "in.jsonl", sentences(90))
     assert run(*options, tmp_path / "alone")[0] == 0
     code, output, errors = run(*options, tmp_path / "out", "--shards", 3)
-    assert (code, errors) == (0, "")
+    others = [line for line in errors.splitlines() if "gigatoken is not installed" not in line]
+    assert (code, others) == (0, [])
     lines = [re.sub(r"in [\d.]+ s", "in S", line) for line in output.splitlines()]
     for number in range(3):
         assert re.match(rf"shard {number} of 3: \d+ documents, \d+ tokens, ", lines[number])
