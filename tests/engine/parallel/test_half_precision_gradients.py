@@ -1,4 +1,4 @@
-"""Gradients in bf16, of any schedule, strategy and recomputation: those of one stage, as sums are in fp32."""
+"""Gradients in bf16 and fp16, of any schedule, strategy and recomputation: those of one stage, as sums are in fp32."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ from random_layouts import Layout, name_of
 from slow_cases import slow_but
 
 DAILY = 1  # of the layouts drawn
-ROUNDING = 1e-6  # of the largest gradient: the fp32 sums over context-parallel ranks are in another order
-_MODEL: Layout = {
-    "precision__compute_dtype": "bf16",
-    "parallel__dp": 1,
-    "model__num_layers": 4,
-    "model__vocab_size": 62,
-}
+ROUNDING = 1e-6  # of the largest gradient: fp32 sums over dp and cp ranks are in another order
+_MODEL: Layout = {"model__num_layers": 4, "model__vocab_size": 62}
 _SCHEDULES = (
     ("1f1b", 1),
     ("gpipe", 1),
@@ -33,6 +28,7 @@ _SCHEDULES = (
     ("dualpipev", 2),
 )
 _SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_REPLICAS = ({"parallel__dp": 2}, {"parallel__dp": 2, "parallel__dp_replicate": 2})
 _RECOMPUTED = ("attention", "norm", "mlp", "activation")
 
 
@@ -42,15 +38,17 @@ def drawn(seed: int) -> Iterator[tuple[Layout, Layout]]:
     while True:
         tp, cp = source.choice(((1, 1), (1, 2), (2, 1)))
         base: Layout = {
+            "parallel__dp": 1,
             "parallel__tp": tp,
             "parallel__cp": cp,
             "parallel__sequence_parallel": tp == 2 and source.random() < 0.5,
             "batch__micro_batch_size": source.choice((1, 2)),
+            "precision__compute_dtype": source.choice(("bf16", "fp16")),
             "precision__residual_dtype": source.choice(("compute", "fp32")),
             "train__loss_chunks": source.choice((1, 3)),
         }
         schedule, vpp = source.choice(_SCHEDULES)
-        stages = {
+        stages: Layout = {
             "parallel__pp": 2,
             "parallel__schedule": schedule,
             "parallel__vpp": vpp,
@@ -58,6 +56,8 @@ def drawn(seed: int) -> Iterator[tuple[Layout, Layout]]:
             "parallel__overlap_grad_reduce": source.random() < 0.7,
             "parallel__overlap_param_gather": source.random() < 0.7,
         }
+        if base["batch__micro_batch_size"] == 1 and source.random() < 0.5:  # dualpipev needs four microbatches
+            stages |= source.choice(_REPLICAS)
         yield base, {**stages, **_recomputed(source)}
 
 
@@ -103,7 +103,7 @@ FSDP_SUMS = [
 @pytest.mark.parametrize("stages", slow_but(FSDP_SUMS, *FSDP_SUMS[:2]), ids=name_of)
 def test_passes_for_weights_sum_in_fp32(stages):
     """FSDP2's hooks do not run in each pass for weights, or in the middle of it: some sums would be in bf16."""
-    base = {"parallel__tp": 2, "batch__micro_batch_size": 1}
+    base = {"parallel__dp": 1, "parallel__tp": 2, "batch__micro_batch_size": 1, "precision__compute_dtype": "bf16"}
     assert_equal(gradients({**base, **stages}), of_one_stage(tuple(base.items())), 0.0)
 
 
