@@ -37,6 +37,7 @@ from megalaunch.engine.inference.server.openai_response import (
     FinishedText,
 )
 from megalaunch.engine.inference.server.openai_response import Response as TextResponse
+from megalaunch.engine.inference.server.request_fields import refuse_half_characters
 
 _MAX_BODY = 16 << 20  # bytes
 _RETRY_SECONDS = 1
@@ -132,9 +133,11 @@ async def _read_json(request: Request) -> Any:
         if len(body) > _MAX_BODY:
             raise ApiError(f"the body has more than {_MAX_BODY >> 20} MiB", status=413)
     try:
-        return json.loads(body)
+        data = json.loads(body)
+        refuse_half_characters(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from error
+    return data
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

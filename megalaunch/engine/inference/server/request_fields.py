@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from megalaunch.data.preprocess.records import find_lone_surrogate
 from megalaunch.engine.inference.server.api_error import ApiError
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+
+
+def refuse_half_characters(data: Any) -> None:
+    """Refuse a request with half of a surrogate pair in a name or a value: no tokenizer, and no answer, can hold it.
+
+    JSON can: clients whose strings are UTF-16, as JavaScript's, send it after a cut in the middle of an emoji.
+
+    Raises:
+        ApiError: It names the field.
+    """
+    fix = "do not cut a string inside a surrogate pair"
+    for name, value in data.items() if isinstance(data, dict) else ():
+        if (half := find_lone_surrogate(name)) is not None:
+            raise ApiError(f"a field's name holds half a character ({half}): {fix}")
+        # one string of the value: a walk in Python over a million token ids would hold up other requests
+        if (half := find_lone_surrogate(json.dumps(value, ensure_ascii=False))) is not None:
+            raise ApiError(f"holds half a character ({half}): {fix}", name)
 
 
 class RequestFields:

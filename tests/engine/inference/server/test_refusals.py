@@ -141,6 +141,30 @@ def test_a_body_that_is_no_request_is_refused(client: Client, body, headers, sta
     assert answer.json["error"]["message"].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("completions", rb'{"prompt": "a\ud83d", "max_tokens": 1}', "prompt", r"holds half a character (\ud83d)"),
+        ("completions", b'{"prompt": "a\xed\xa0\xbd"}', "prompt", r"holds half a character (\ud83d)"),
+        ("completions", rb'{"prompt": ["a", "\ude00b"]}', "prompt", r"holds half a character (\ude00)"),
+        ("completions", rb'{"prompt": "a", "user": {"b\udc80": 1}}', "user", r"holds half a character (\udc80)"),
+        ("completions", rb'{"prompt": "a", "x\ud83d": 1}', None, r"a field's name holds half a character (\ud83d)"),
+        ("chat/completions", rb'{"messages": [{"role": "user", "content": "\ud83d"}]}', "messages", "holds half a "),
+    ],
+)
+def test_half_a_character_is_refused_in_every_field(client: Client, path, body, param, message):
+    answer = client.send("POST", f"/v1/{path}", body)
+    assert answer.status == 400
+    error = answer.json["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(message)
+    assert error["message"].endswith(": do not cut a string inside a surrogate pair")
+
+
+def test_both_halves_of_a_character_are_taken(client: Client):
+    assert client.send("POST", "/v1/completions", rb'{"prompt": "a\ud83d\ude00", "max_tokens": 1}').status == 200
+
+
 def test_a_body_that_is_too_large_is_refused(client: Client, monkeypatch):
     monkeypatch.setattr(app_module, "_MAX_BODY", 1 << 20)
     answer = client.send("POST", "/v1/completions", b" " * ((1 << 20) + 1))
