@@ -29,6 +29,7 @@ from megalaunch.engine.inference.server.generation_thread import (
     GenerationFailure,
     GenerationThread,
     QueueFullError,
+    TooManyTextsError,
 )
 from megalaunch.engine.inference.server.openai_request import TextRequest, read_chat, read_completion
 from megalaunch.engine.inference.server.openai_response import (
@@ -156,7 +157,7 @@ class _Texts:
     """The texts of one request while they are generated: their events, in the event loop's thread.
 
     Raises:
-        ApiError: The queue is full.
+        ApiError: The queue is full, or could never hold them.
     """
 
     def __init__(self, thread: GenerationThread, request: TextRequest) -> None:
@@ -166,6 +167,8 @@ class _Texts:
         self._prompt_logprobs = {index: PromptScore(index, ()) for index in range(len(request.texts))}
         try:
             self._numbers = thread.submit(request.texts, self._send)
+        except TooManyTextsError as error:
+            raise ApiError(str(error)) from error
         except QueueFullError as error:
             raise ApiError(
                 f"{error}; try again later", status=429, code="rate_limit_exceeded", headers=_retry_later()

@@ -28,6 +28,10 @@ class QueueFullError(Exception):
     """As many texts as the queue holds are waiting."""
 
 
+class TooManyTextsError(Exception):
+    """A request is for more texts than there is room for when nothing else is generated or waits."""
+
+
 @dataclass(frozen=True)
 class _Text:
     number: int
@@ -75,8 +79,15 @@ class GenerationThread:
         """Queue the texts of one request, all or none; return their numbers, for `cancel`.
 
         Raises:
-            QueueFullError: They are more than the queue has room for.
+            TooManyTextsError: They are more than there is ever room for.
+            QueueFullError: They are more than there is room for now.
         """
+        most = self._max_num_seqs + self._max_queue
+        if len(requests) > most:
+            raise TooManyTextsError(
+                f"the request is for {len(requests)} texts (prompts times n), and this server takes at most {most}: "
+                "send fewer in a request, or start it with a larger --max-queue"
+            )
         with self._changed:
             room = self._max_queue + max(0, self._max_num_seqs - len(self._running))
             if len(self._waiting) + len(requests) > room:

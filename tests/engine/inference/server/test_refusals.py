@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from model_server import TOKEN, Client, running_server
 from tiny_run import make_run
@@ -210,17 +213,34 @@ def test_a_page_of_another_name_is_refused_on_the_loopback_interface(model, clie
 
 def test_a_full_queue_is_answered_with_429(model):
     with running_server(model, max_num_seqs=1, max_queue=1) as client:
-        waiting = [client.open("completions", prompt=[5, 6], max_tokens=60, n=2)]
-        answer = client.post("completions", prompt=[5, 6], max_tokens=1, n=3)
+        step, may_step = client.thread._batch.step, threading.Event()
+        client.thread._batch.step = lambda: step() if may_step.wait(60) else ()
+        waiting = client.open("completions", prompt=[5, 6], max_tokens=60, n=2)
+        until = time.monotonic() + 30
+        while not (client.thread.num_running and client.thread.num_waiting) and time.monotonic() < until:
+            time.sleep(0.01)
+        answer = client.post("completions", prompt=[5, 6], max_tokens=1)
+        may_step.set()
         assert answer.status == 429
         assert answer.headers["retry-after"] == "1"
         error = answer.json["error"]
         assert error["code"] == "rate_limit_exceeded"
-        assert error["message"].endswith("texts are waiting, of at most 1; try again later")
-        for connection in waiting:
-            assert connection.getresponse().status == 200
-            connection.close()
+        assert error["message"] == "1 texts are waiting, of at most 1; try again later"
+        assert waiting.getresponse().status == 200
+        waiting.close()
         assert client.post("completions", prompt=[5, 6], max_tokens=1).status == 200
+
+
+def test_more_texts_than_an_idle_server_takes_are_no_matter_of_time(model):
+    with running_server(model, max_num_seqs=2, max_queue=3) as client:
+        assert client.post("completions", prompt=[[5], [6]], max_tokens=1, n=2).status == 200
+        assert client.post("completions", prompt=[5], max_tokens=1, n=5).status == 200
+        answer = client.post("completions", prompt=[[5], [6]], max_tokens=1, n=3)
+        assert (answer.status, "retry-after" in answer.headers) == (400, False)
+        assert answer.json["error"]["message"] == (
+            "the request is for 6 texts (prompts times n), and this server takes at most 5: send fewer in a request, "
+            "or start it with a larger --max-queue"
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
