@@ -1,6 +1,8 @@
 """`megalaunch data` and `megalaunch tokenizer` as a user meets them."""
 
+import gzip
 import json
+import random
 import subprocess
 import sys
 from itertools import pairwise
@@ -291,3 +293,40 @@ def test_tokenizer_train_and_inspect(tmp_path):
     done = run("tokenizer", "train", *arguments, "--output", tmp_path / "c.json")
     assert (done.returncode, "no text to learn from" in done.stderr) == (3, True)
     assert not list(tmp_path.glob("*c.json*"))
+
+
+def train(path: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    return run("tokenizer", "train", path, "--vocab-size", 300, "--output", output)
+
+
+@pytest.mark.parametrize(("keep", "line"), [(-20, ", line "), (40, ", line 1: ")])
+def test_a_tokenizer_is_not_trained_on_the_rest_of_a_damaged_file(tmp_path, keep, line):
+    """Whether a part of it can be read, or nothing."""
+    path, output = tmp_path / "in.jsonl.gz", tmp_path / "a.json"
+    texts = write_jsonl(tmp_path / "in.jsonl", [random.Random(1).randbytes(1 << 20).hex(), *sentences(300)])
+    path.write_bytes(gzip.compress(texts.read_bytes() * 3)[:keep])
+    done = train(path, output)
+    assert (done.returncode, done.stdout) == (3, "")
+    given = ("--output-prefix", tmp_path / "out", "--tokenizer", small_tokenizer(tmp_path / "tokenizer.json"))
+    said = run("preprocess", path, *given).stderr
+    assert f"{path}{line}" in said
+    assert (", line 1: " in said) == (keep > 0)
+    assert done.stderr.strip() == said.removesuffix(" To leave such records out: --on-bad-record skip.\n")
+    assert not output.exists()
+
+
+def test_records_that_a_tokenizer_is_not_trained_on_are_counted(tmp_path):
+    good, output = write_jsonl(tmp_path / "good.jsonl", sentences(30)).read_text(), tmp_path / "a.json"
+    path = tmp_path / "in.jsonl"
+    path.write_text(good + "{broken\n" + good + '{"txet": "x"}\n')
+    done = train(path, output)
+    assert done.returncode == 0, done.stderr
+    assert f"note: 2 of 62 records left out, the first: {path}, line 31: no JSON (" in done.stdout
+    assert "left out" not in train(tmp_path / "good.jsonl", output).stdout
+    output.unlink()
+    path.write_text('{"txet": "x"}\n' * 3)
+    done = train(path, output)
+    assert done.returncode == 3
+    cause = f'none of the 3 records can be used, the first: {path}, line 1: the record has no key "text".'
+    assert f"{cause} Its keys are txet: name the one with the text" in done.stderr
+    assert not output.exists()

@@ -91,9 +91,9 @@ def summary(result: Result) -> str:
     ]
     left_out = counts.skipped + counts.quarantined
     if left_out:
-        first = result.bad_records[0]
-        place = first["file"] + ("" if first["line"] is None else f", line {first['line']}")
-        lines.append(f"{left_out:,} of {counts.documents:,} records left out, the first: {place}: {first['cause']}")
+        from megalaunch.data.preprocess.state import records_left_out
+
+        lines.append(records_left_out(left_out, counts.documents, result.bad_records))
     if result.quarantine is not None:
         lines.append(f"they are in {result.quarantine}")
     lines += [f"{prefix}.bin, .idx" for prefix in result.prefixes]

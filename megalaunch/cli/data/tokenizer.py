@@ -43,14 +43,16 @@ def train(
     from megalaunch.runs.hub_paths import local_data
 
     try:
-        trained, characters = train_tokenizer_on(
+        trained, text = train_tokenizer_on(
             local_data(inputs), tuple(json_key or ["text"]), vocab_size, output.expanduser(), max_mb
         )
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
     except KeyboardInterrupt:
         refuse("interrupted; nothing was written", ExitCode.INTERRUPTED)
-    typer.echo(f"{output}: {trained.vocab_size:,} tokens, trained on {characters / 1e6:,.1f} million characters")
+    typer.echo(f"{output}: {trained.vocab_size:,} tokens, trained on {text.characters / 1e6:,.1f} million characters")
+    if (left_out := text.left_out()) is not None:
+        typer.echo(f"note: {left_out}")
     if trained.vocab_size < vocab_size:
         typer.echo(f"note: the text is too small for {vocab_size:,} tokens")
 

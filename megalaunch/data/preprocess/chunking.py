@@ -64,11 +64,19 @@ class Sections:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A record that cannot be read, and the cause; `lines` is the number of lines that it replaces."""
+    """A record that cannot be read, and the cause.
+
+    Attributes:
+        cause: description of the error.
+        fix: suggestion for the user.
+        lines: number of lines that it replaces.
+        damaged: whether all that follows in the file is lost too; otherwise only this record is too long.
+    """
 
     cause: str
     fix: str
     lines: int
+    damaged: bool = False
 
 
 Body: TypeAlias = ByteRange | Lines | Rows | WholeFiles | Sections | Unreadable
@@ -208,7 +216,7 @@ def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: i
             yield Chunk(
                 entry.path, Lines(read - len(buffer), complete), 0, Position(number, read - len(buffer) + len(complete))
             )
-        body = Unreadable(str(error), "Copy the file again, or create it again.", 1)
+        body = Unreadable(str(error), "Copy the file again, or create it again.", 1, damaged=True)
         yield Chunk(entry.path, body, entry.size - stored, end)
         return
     left = max(stream.stored, entry.size) - stored
@@ -257,7 +265,7 @@ def _compressed_text(entry: Input, number: int, settings: Settings) -> Chunk:
             if len(content) > settings.record_bytes:
                 return Chunk(entry.path, too_long(len(content), settings.record_bytes), entry.size, end)
     except CorruptStream as error:
-        body = Unreadable(str(error), "Copy the file again, or create it again.", 1)
+        body = Unreadable(str(error), "Copy the file again, or create it again.", 1, damaged=True)
         return Chunk(entry.path, body, entry.size, end)
     return Chunk(entry.path, WholeFiles((entry.path,), (bytes(content),)), entry.size, end)
 

@@ -99,7 +99,7 @@ class State:
         if not counts.documents:
             raise DataError("the inputs hold no documents", file=sources, fix="Give files with text.")
         if not counts.written:
-            raise DataError(f"none of the {left_out:,} records can be used{_first_of(self.bad)}", file=sources)
+            raise none_usable(left_out, sources, self.bad)
         _refuse_too_many(left_out, settings, self.bad)
         share = settings.max_bad.share
         if share is not None and left_out > share * counts.documents:
@@ -133,10 +133,21 @@ def _refuse_too_many(found: int, settings: Settings, bad: Sequence[dict[str, Any
 
 
 def _first_of(bad: Sequence[dict[str, Any]]) -> str:
+    """Return the place and cause of the first of some bad records, as the end of a sentence; "" without any."""
     if not bad:
         return ""
     place = bad[0]["file"] + ("" if bad[0]["line"] is None else f", line {bad[0]['line']}")
     return f", the first: {place}: {bad[0]['cause']}"
+
+
+def records_left_out(left_out: int, records: int, bad: Sequence[dict[str, Any]]) -> str:
+    """Return the number of records left out, of all, with the first of them, as text."""
+    return f"{left_out:,} of {records:,} records left out{_first_of(bad)}"
+
+
+def none_usable(left_out: int, sources: str, bad: Sequence[dict[str, Any]], fix: str = "") -> DataError:
+    """Return the error of inputs all of whose records were left out."""
+    return DataError(f"none of the {left_out:,} records can be used{_first_of(bad)}", file=sources, fix=fix)
 
 
 def _quarantine_line(bad: BadRecord, line: int | None) -> bytes:
