@@ -65,12 +65,13 @@ def test_text_that_outgrows_the_training_samples_is_announced(run: RunDirectory)
         (["--prompt", "x", "--temperature", "nan"], "temperature"),
         (["--prompt", "x", "--top-k", 0], "'--top-k'"),
         (["--prompt", "x", "--top-p", 1.5], "'--top-p'"),
-        (["--prompt", "x", "--top-p", 0], "top-p must be over 0 and at most 1, not 0.0"),
+        (["--prompt", "x", "--top-p", 0], "'--top-p': must be over 0 and at most 1, not 0.0"),
+        (["--prompt", "x", "--top-p", "nan"], "'--top-p': must be over 0 and at most 1, not nan"),
         (["--prompt", "x", "--seed", -3], "'--seed'"),
         ([], "there is no prompt: give --prompt TEXT"),
         (["--prompt", "x", "--stop", ""], "a stop string is empty"),
         (["--prompt", "x", "--min-p", 2], "'--min-p'"),
-        (["--prompt", "x", "--repetition-penalty", 0], "repetition penalty must be over 0"),
+        (["--prompt", "x", "--repetition-penalty", 0], "'--repetition-penalty': must be over 0, not 0.0"),
         (["--prompt", "x", "--logprobs", 2], "--logprobs needs --json"),
         (["--prompt", "x", "--system", "Be kind."], "--system needs --chat"),
         (["--prompts", "nowhere.txt"], "cannot read the prompts in nowhere.txt: No such file"),
@@ -82,6 +83,12 @@ def test_options_that_mean_nothing_are_named(run: RunDirectory, options: list[ob
     assert result.exit_code == 2
     assert reason in result.stderr
     assert result.stdout == ""
+
+
+def test_help_names_the_ranges_that_are_taken():
+    text = " ".join(CliRunner().invoke(app, ["generate", "--help"], terminal_width=100).output.split())
+    assert "up to this total probability (over 0, at most 1). [default: 1.0]" in text
+    assert "Repetition penalty, over 0; above 1, tokens that already occur become less probable. [default: 1.0]" in text
 
 
 @pytest.mark.parametrize("layout", [[], ["parallel=tp2"]])

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from megalaunch.cli.text.output import GenerationOutput
     from megalaunch.engine.api import GenerateJob, GenerationRequest, ModelSource
 
+
+def _check_top_p(value: float) -> float:
+    if not 0 < value <= 1:  # min= and max= of an option are bounds that it may reach
+        raise typer.BadParameter(f"must be over 0 and at most 1, not {value}")
+    return value
+
+
+def _check_penalty(value: float) -> float:
+    if not value > 0:
+        raise typer.BadParameter(f"must be over 0, not {value}")
+    return value
+
+
 Source = Annotated[
     Path,
     typer.Argument(
@@ -41,7 +54,8 @@ TopK = Annotated[int | None, typer.Option(min=1, help="Top-k sampling: the k mos
 TopP = Annotated[
     float,
     typer.Option(
-        min=0.0, max=1.0, help="Top-p (nucleus) sampling: the most probable tokens up to this total probability."
+        callback=_check_top_p,
+        help="Top-p (nucleus) sampling: the most probable tokens up to this total probability (over 0, at most 1).",
     ),
 ]
 MinP = Annotated[
@@ -49,7 +63,11 @@ MinP = Annotated[
     typer.Option(min=0.0, max=1.0, help="Min-p sampling: drop tokens below this fraction of the highest probability."),
 ]
 Penalty = Annotated[
-    float, typer.Option(min=0.0, help="Repetition penalty; above 1, tokens that already occur become less probable.")
+    float,
+    typer.Option(
+        callback=_check_penalty,
+        help="Repetition penalty, over 0; above 1, tokens that already occur become less probable.",
+    ),
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string: end the text before it; may be repeated.")]
 Logprobs = Annotated[
