@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from megalaunch.cli.data import path_names
 from megalaunch.cli.data.cache import cache
-from megalaunch.cli.data.output_prefix import local_prefix
 from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.output.progress import percent_progress
 from megalaunch.cli.usage_errors import ParametersCommand
@@ -32,7 +32,10 @@ app = typer.Typer(
     help="Inspect, verify, merge and split token files.",
 )
 
-Prefix = Annotated[Path, typer.Argument(help="Path of the files without .bin and .idx.")]
+Prefix = Annotated[
+    Path,
+    typer.Argument(parser=path_names.file_prefix, metavar="PREFIX", help="Path of the files without .bin and .idx."),
+]
 TokenizerPath = Annotated[Path | None, typer.Option(help="The tokenizer (default: that of the report).")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
 _SHOWN_CHARACTERS, _SHOWN_IDS = 400, 12
@@ -96,7 +99,9 @@ def merge(
     output_prefix: Annotated[
         Path,
         typer.Option(
-            parser=local_prefix, metavar="OUTPUT_PREFIX", help="Path of the files to write, without .bin and .idx."
+            parser=path_names.output_prefix,
+            metavar="OUTPUT_PREFIX",
+            help="Path of the files to write, without .bin and .idx.",
         ),
     ],
     overwrite: Overwrite = False,
@@ -115,7 +120,9 @@ def split(
     prefix: Prefix,
     output_prefix: Annotated[
         Path,
-        typer.Option(parser=local_prefix, metavar="OUTPUT_PREFIX", help="Writes OUTPUT_PREFIX_0, OUTPUT_PREFIX_1..."),
+        typer.Option(
+            parser=path_names.output_prefix, metavar="OUTPUT_PREFIX", help="Writes OUTPUT_PREFIX_0, OUTPUT_PREFIX_1..."
+        ),
     ],
     shares: Annotated[str | None, typer.Option(help="Relative sizes of the parts, e.g. 99,1.")] = None,
     parts: Annotated[int | None, typer.Option(min=1, help="Number of equal parts.")] = None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megalaunch.cli.data.output_prefix import local_prefix
+from megalaunch.cli.data import path_names
 from megalaunch.cli.data.preprocess_output import complete_text, errors_shown, note, summary
 from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
@@ -86,7 +86,9 @@ SplitSentences = Annotated[
 OutputPrefix = Annotated[
     Path,
     typer.Option(
-        parser=local_prefix, metavar="OUTPUT_PREFIX", help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx."
+        parser=path_names.output_prefix,
+        metavar="OUTPUT_PREFIX",
+        help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.",
     ),
 ]
 Shards = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megalaunch.cli.data.path_names import tokenizer_output
 from megalaunch.cli.help_pages import CommandGroup
 from megalaunch.cli.usage_errors import ParametersCommand
 
@@ -26,7 +27,9 @@ def train(
         list[str],
         typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs, hf://datasets/ORG/NAME."),
     ],
-    output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
+    output: Annotated[
+        Path, typer.Option(parser=tokenizer_output, metavar="OUTPUT", help="The tokenizer.json to write.")
+    ],
     vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size in tokens.")] = 32_000,
     json_key: Annotated[
         list[str] | None, typer.Option(help="Key of the text; may be repeated.", show_default="text")
@@ -43,9 +46,7 @@ def train(
     from megalaunch.runs.hub_paths import local_data
 
     try:
-        trained, text = train_tokenizer_on(
-            local_data(inputs), tuple(json_key or ["text"]), vocab_size, output.expanduser(), max_mb
-        )
+        trained, text = train_tokenizer_on(local_data(inputs), tuple(json_key or ["text"]), vocab_size, output, max_mb)
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
     except KeyboardInterrupt:
