@@ -201,3 +201,30 @@ def test_a_finished_run_with_another_treatment_of_its_bad_records_is_not_the_sam
     assert run(*usual, "skip").returncode == 0
     assert "already complete" in run(*usual, "skip").stdout
     assert "was made with --on-bad-record skip" in run(*usual, "quarantine").stderr
+
+
+@pytest.mark.parametrize(
+    ("workers", "open_files", "cause"),
+    [
+        (10**8, None, "Cannot allocate memory"),  # the shared buffers exceed the address space
+        (10**14, None, "too many"),
+        (60, 40, "Too many open files"),  # some have been started by then
+    ],
+)
+def test_more_workers_than_can_be_started(tmp_path, tokenizer, workers, open_files, cause):
+    """The option is named, and nothing is left: no process and no file."""
+    write_jsonl(tmp_path / "in.jsonl", sentences(3))
+    before = sorted(tmp_path.rglob("*"))
+    limit = f"ulimit -n {open_files} && " if open_files else ""
+    given = command("in.jsonl", "--tokenizer", tokenizer, "--output-prefix", "out", "--workers", str(workers))
+    done = subprocess.run(
+        ["bash", "-c", f'{limit}exec "$@"', "bash", *map(str, given)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = f"cannot start {workers:,} worker processes: {cause}. Give fewer --workers; the default is one per core.\n"
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.endswith(said), done.stderr
+    assert sorted(tmp_path.rglob("*")) == before

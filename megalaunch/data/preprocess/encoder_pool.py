@@ -7,6 +7,7 @@ import mmap
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -18,7 +19,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.chunking import Chunk
 from megalaunch.data.preprocess.encode_chunk import ChunkEncoder, Encoded, EncoderConfig
 from megalaunch.data.preprocess.encoder_backend import Encode, PreloadedEncoder, make_encoder
-from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.preprocess.settings import EngineChoice, Fixes
 from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 
 _AHEAD = 4  # chunks per worker that are being encoded or wait to be written
@@ -34,11 +35,14 @@ class EncoderPool:
     Args:
         count: number of processes.
         chunk_bytes: approximate size of a chunk.
-        died: the fix for a worker that died.
+        fixes: what errors suggest to the user.
+
+    Raises:
+        DataError: the system refuses so many processes.
     """
 
-    def __init__(self, count: int, chunk_bytes: int, died: str) -> None:
-        self._count, self._chunk_bytes, self._died = count, chunk_bytes, died
+    def __init__(self, count: int, chunk_bytes: int, fixes: Fixes) -> None:
+        self._count, self._chunk_bytes, self._fixes = count, chunk_bytes, fixes
         self._local = EncodeWorker()
         self._buffers: SharedBuffers | None = None
         self._workers: list[WorkerProcess[EncodeWorker]] = []
@@ -48,7 +52,7 @@ class EncoderPool:
         self._pending: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
 
     def start(self, preloaded: PreloadedEncoder | None) -> None:
-        """Start the worker processes; forked workers inherit the preloaded encoder."""
+        """Start the worker processes; forked workers inherit the preloaded encoder. DataError as on construction."""
         if self._count == 1:
             self._local = EncodeWorker(preloaded)
             return
@@ -56,8 +60,10 @@ class EncoderPool:
             self._spawn()
         if self._workers:
             return
-        self._buffers = SharedBuffers(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
-        self._workers = [WorkerProcess(True, _make_forked_worker, preloaded, self._buffers) for _ in range(self._count)]
+        with self._refusals():
+            self._buffers = buffers = SharedBuffers(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
+            for _ in range(self._count):
+                self._workers.append(WorkerProcess(True, _make_forked_worker, preloaded, buffers))
 
     def prefetch(self, chunks: Iterator[Chunk], config: EncoderConfig) -> None:
         """Start encoding the first chunks before it is known whether `encode` will use the same config."""
@@ -112,10 +118,23 @@ class EncoderPool:
         try:
             return future.result()
         except WorkerDied:
-            raise DataError("a worker process died, perhaps for lack of memory", fix=self._died) from None
+            raise DataError("a worker process died, perhaps for lack of memory", fix=self._fixes.worker_died) from None
 
     def _spawn(self) -> None:
-        self._workers = [WorkerProcess(False, EncodeWorker) for _ in range(self._count)]
+        with self._refusals():
+            for _ in range(self._count):
+                self._workers.append(WorkerProcess(False, EncodeWorker))
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """End the workers started so far, and raise DataError, if the system refuses memory, a process or a file."""
+        try:
+            yield
+        except (OSError, OverflowError) as error:
+            self.__exit__()
+            reason = error.strerror if isinstance(error, OSError) else "too many"
+            cause = f"cannot start {self._count:,} worker processes: {reason}"
+            raise DataError(cause, fix=self._fixes.no_workers) from error
 
     def _kill(self) -> None:
         for worker in self._workers:

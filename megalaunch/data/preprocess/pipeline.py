@@ -133,7 +133,7 @@ class TextToTokens:
         Raises:
             DataError: the inputs, the tokenizer, the requested backend or the output cannot be used.
         """
-        with EncoderPool(settings.workers, settings.chunk_bytes, settings.fixes.worker_died) as pool:
+        with EncoderPool(settings.workers, settings.chunk_bytes, settings.fixes) as pool:
             chunks, texts = _peek_first_texts(job.chunks(job.beginning), settings)
             trial = BackendTrial(settings.engine, loader, texts)
             tokenizer = loader.info()

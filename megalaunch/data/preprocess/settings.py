@@ -69,6 +69,7 @@ class Fixes:
         no_special_tokens: ends the note that sequences get the tokenizer's special tokens.
         bad_record: to a record that stops the run.
         disk_full: to a failed write.
+        no_workers: to worker processes that cannot be started.
         worker_died: to a worker that was killed, probably for lack of memory.
     """
 
@@ -76,6 +77,7 @@ class Fixes:
     no_special_tokens: str = ", as by Megatron's tool; --no-bos leaves that out"
     bad_record: str = "To leave such records out: --on-bad-record skip."
     disk_full: str = "Free space there, then continue with --resume; no file has its final name yet."
+    no_workers: str = "Give fewer --workers; the default is one per core."
     worker_died: str = "Give fewer --workers, or free memory; --resume continues with the finished work."
 
 

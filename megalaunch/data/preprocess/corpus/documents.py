@@ -31,6 +31,7 @@ _FIXES = Fixes(
     no_special_tokens="; data.add_special_tokens=false leaves that out",
     bad_record="To leave such records out: data.on_bad_record=skip.",
     disk_full="Free space there, or choose another folder with data.cache_directory=PATH.",
+    no_workers="Free memory, then start again.",
     worker_died="Free memory, then start again.",
 )
 
