@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
+import shlex
+import stat
 from pathlib import Path
 
 from megalaunch.fs import PRIVATE_MODE, make_directory, open_file, write_file_atomically
@@ -23,12 +26,38 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def keep_token(path: Path) -> str:
-    """Return the token in a file; the first call makes it, readable only by the user. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), os.fdopen(open_file(path, os.O_RDONLY), encoding="ascii") as file:
-        if token := file.read().strip():
-            return token
+class TokenFileError(Exception):
+    """A file whose content cannot be used as a token: the cause and the fix."""
+
+
+def keep_token(path: Path, private: bool = True) -> str:
+    """Return the token in a file; the first call makes it, readable only by the user.
+
+    Args:
+        path: The file.
+        private: Refuse a token that other users can read or change.
+
+    Raises:
+        OSError: The file cannot be read or made.
+        TokenFileError: It holds something else than a token, or is not private.
+    """
+    with contextlib.suppress(FileNotFoundError), os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        if content := file.read().strip():
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            return _check_token(path, content, mode if private else PRIVATE_MODE)
     token = secrets.token_urlsafe(TOKEN_BYTES)
     make_directory(path.parent)
     write_file_atomically(path, token + "\n", PRIVATE_MODE)
     return token
+
+
+def _check_token(path: Path, content: bytes, mode: int) -> str:
+    if re.fullmatch(rb"[!-~]+", content) is None:  # a client could not send it in a header, or not whole
+        raise TokenFileError(
+            f"{path} holds no single token: write one line of printable ASCII without spaces, or delete the file for "
+            "a new token"
+        )
+    if mode & (stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH):
+        fix = f"chmod 600 {shlex.quote(str(path))}"
+        raise TokenFileError(f"{path} can be read or changed by other users (mode {mode:o}): {fix}")
+    return content.decode("ascii")

@@ -112,6 +112,19 @@ def test_a_token_that_cannot_be_kept_names_the_option(run, tmp_path):
     )
 
 
+def test_a_token_that_others_can_read_is_refused_before_the_weights_are_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "load_weights", lambda source: pytest.fail("the weights are loaded"))
+    path = tmp_path / "token"
+    path.write_text("mine\n")
+    path.chmod(0o644)
+    result = call(run.root, "--token-file", path)
+    assert result.exit_code == 2
+    assert result.stderr.strip() == (
+        f"error: {path} can be read or changed by other users (mode 644): chmod 600 {path}, or name another file with "
+        "--token-file"
+    )
+
+
 @pytest.mark.parametrize("package", ["torch", "starlette", "uvicorn"])
 def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, package):
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else object())
@@ -125,6 +138,7 @@ def test_the_settings_reach_the_server(run, tmp_path, monkeypatch):
     served = []
     monkeypatch.setattr(api, "serve", lambda model, listener, settings: served.append((model, listener, settings)))
     (tmp_path / "token").write_text("mine\n")
+    (tmp_path / "token").chmod(0o600)
     options = ("--model-name", "other", "--token-file", tmp_path / "token", "--max-num-seqs", 3, "--max-queue", 5)
     result = call(run.root, "--port", 0, *options, "--no-bos", "--eager")
     assert result.exit_code == 0, result.output

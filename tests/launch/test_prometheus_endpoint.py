@@ -53,6 +53,15 @@ def fed(folder, **logging: object) -> tuple[feeding.Feed, RunDirectory]:
     return feeding.Feed("prometheus_endpoint", directory), directory
 
 
+def test_a_token_file_that_was_changed_is_named(tmp_path):
+    feed, directory = fed(tmp_path, prometheus_port=free_port(), prometheus_host="0.0.0.0")
+    directory.prometheus_token.write_text("one\ntwo\n")
+    feed.send_new()
+    (note,) = events_of(directory, "note")
+    assert f"{directory.prometheus_token} holds no single token: write one line" in note["message"]
+    feed.finish()
+
+
 def test_other_machines_need_the_token_of_the_run(tmp_path):
     port = free_port()
     feed, directory = fed(tmp_path, prometheus_port=port, prometheus_host="0.0.0.0")

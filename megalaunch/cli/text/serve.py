@@ -106,13 +106,15 @@ def _token_path(token_file: Path | None, no_token: bool, address: str) -> Path |
 
 
 def _token(path: Path) -> str:
-    """Return the token in the file, which is made if it is missing; end the command if it cannot be."""
-    from megalaunch.http_access import keep_token
+    """Return the token in the file, which is made if it is missing; end the command if there is no usable one."""
+    from megalaunch.http_access import TokenFileError, keep_token
     from megalaunch.runs.errors import fail
 
     try:
         return keep_token(path.expanduser())
-    except (OSError, RuntimeError, UnicodeError) as error:  # RuntimeError: there is no home directory
+    except TokenFileError as error:
+        fail(f"{error}, or name another file with --token-file")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         reason = error.strerror if isinstance(error, OSError) else error
         fail(f"the token cannot be kept in {path} ({reason}): name another file with --token-file")
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from megalaunch.fs import write_file_atomically
-from megalaunch.http_access import is_loopback, keep_token
+from megalaunch.http_access import TokenFileError, is_loopback, keep_token
 from megalaunch.launch.page_server import Page, PageServer
 from megalaunch.launch.trackers.tracker import Tracker, TrackerError
 from megalaunch.rundir.events import record_event
@@ -73,11 +73,14 @@ class PrometheusEndpoint(Tracker):
     run_id = "prometheus_endpoint"
 
     def __init__(self, spec: RunSpec, directory: RunDirectory, run_id: str | None) -> None:
-        """Listen, and name the address in an event. Raises TrackerError if the port cannot be listened on."""
+        """Listen, and name the address in an event. Raises TrackerError if that cannot be."""
         host, port = spec.logging.prometheus_host, spec.logging.prometheus_port
         assert port is not None, "it is opened only if its port is set"
         self._exposition = Exposition(str(spec.run.name))
-        token = None if is_loopback(host) else keep_token(directory.prometheus_token)
+        try:  # its owner may let the group of Prometheus read the token
+            token = None if is_loopback(host) else keep_token(directory.prometheus_token, private=False)
+        except TokenFileError as error:
+            raise TrackerError(str(error)) from error
         try:
             self._server = _MetricsServer(host, port, token, self._exposition)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -11,7 +12,7 @@ from tiny_run import make_run
 
 from megalaunch.engine import api
 from megalaunch.engine.inference.server import app as app_module
-from megalaunch.http_access import is_loopback, keep_token
+from megalaunch.http_access import TokenFileError, is_loopback, keep_token
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +269,31 @@ def test_a_token_is_kept_for_the_next_start_and_only_for_its_user(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("\n")
     assert keep_token(path) not in ("", token)
+
+
+@pytest.mark.parametrize("content", ["one\ntwo\n", "one two\n", "a\ttoken", "tok\x00en", "tök", "\ufefftoken\n"])
+def test_a_file_without_a_single_token_is_refused_and_kept(tmp_path, content):
+    path = tmp_path / "token"
+    path.write_text(content, encoding="utf-8")
+    path.chmod(0o600)
+    with pytest.raises(
+        TokenFileError, match=f"^{re.escape(str(path))} holds no single token: write one line of printa"
+    ):
+        keep_token(path)
+    assert path.read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
+def test_a_token_that_others_can_read_or_change_is_refused(tmp_path, mode):
+    path = tmp_path / "a token"
+    path.write_text("token\n")
+    path.chmod(mode)
+    with pytest.raises(TokenFileError) as refused:
+        keep_token(path)
+    assert str(refused.value) == f"{path} can be read or changed by other users (mode {mode:o}): chmod 600 '{path}'"
+    assert keep_token(path, private=False) == "token"
+    path.chmod(0o400)
+    assert keep_token(path) == "token"
 
 
 def test_names_of_the_loopback_interface_are_known():
