@@ -116,8 +116,19 @@ def test_verify_without_a_vocabulary_does_not_say_valid(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 65_292]], vocab_size=65_500)
     done = run("data", "verify", prefix)
     assert (done.returncode, "valid" in done.stdout) == (0, False)
+    assert " 2 tokens, largest id 65,292; not compared: ids" in done.stdout
     said = "not compared: ids (unknown vocabulary size: give --tokenizer or --vocab-size), bytes (no report"
     assert said in done.stdout
+
+
+@pytest.mark.parametrize("sequences", [[], [[]]])
+def test_verify_names_no_largest_id_without_tokens(tmp_path, sequences):
+    prefix = write_tokens(tmp_path / "x", sequences)
+    assert verify(prefix, 600, quiet).largest is None
+    done = run("data", "verify", prefix, "--vocab-size", 600)
+    assert done.returncode == 0, done.stderr
+    assert " 0 tokens; not compared: bytes" in done.stdout
+    assert "largest id" not in done.stdout
 
 
 def test_verify_knows_the_vocabulary_of_a_prepared_corpus(tmp_path):

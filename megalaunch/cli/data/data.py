@@ -87,7 +87,8 @@ def verify(
         unknown += [] if found.hashed else ["bytes (no report next to the files)"]
         result = "valid" if known else "no error found"
         typer.echo(
-            f"{prefix}: {result}. {_sizes(found)}, largest id {found.largest:,}"
+            f"{prefix}: {result}. {_sizes(found)}"
+            + ("" if found.largest is None else f", largest id {found.largest:,}")
             + ("; all checksums match" if found.hashed else "")
             + (f"; not compared: {', '.join(unknown)}" if unknown else "")
         )

@@ -27,7 +27,7 @@ class VerificationResult:
         documents: number of documents.
         sequences: number of sequences.
         tokens: number of tokens.
-        largest: largest token id; -1 without tokens.
+        largest: largest token id; None without tokens.
         vocab_size: vocabulary that the ids were checked against; None if it is not known.
         hashed: whether a report had hashes to compare with.
     """
@@ -35,7 +35,7 @@ class VerificationResult:
     documents: int
     sequences: int
     tokens: int
-    largest: int
+    largest: int | None
     vocab_size: int | None
     hashed: bool
 
@@ -56,10 +56,11 @@ def verify(prefix: Path, vocab_size: int | None, show: Callable[[int, int], None
     tokens = IndexedTokens(prefix)
     if vocab_size is None:
         vocab_size = _vocab_size(prefix, report)
-    largest, total = -1, tokens.num_tokens
+    largest: int | None = None
+    total = tokens.num_tokens
     for start in range(0, total, _TOKENS_AT_ONCE):
         part = tokens.stream[start : start + _TOKENS_AT_ONCE]
-        largest = max(largest, int(part.max()))
+        largest = max(largest or 0, int(part.max()))
         wrong = part < 0 if vocab_size is None else (part >= vocab_size) | (part < 0)
         if wrong.any():
             raise _out_of_vocab(tokens, start + int(wrong.argmax()), vocab_size)
