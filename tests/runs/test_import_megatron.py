@@ -372,6 +372,11 @@ def test_an_argument_file_and_a_bare_list(tmp_path):
     assert import_script(file.replace("\n", " ")[14:], "x", "x").values["model.hidden_size"] == 64
 
 
+def test_pipes_and_subshells_around_the_launch_lose_nothing():
+    script = "(cd /a && torchrun a.py --num-layers 4 --lr 1e-3 2>&1 | tee log)\n(torchrun b.py --num-layers 2)\n"
+    assert import_script(script, "x", "x").values["optimizer.lr"] == 1e-3
+
+
 def test_what_is_missing_is_said():
     imported = import_script("--num-layers 4 --hidden-size 64", "x", "x")
     assert set(imported.missing) == {
@@ -391,6 +396,9 @@ def test_what_is_missing_is_said():
         ("A=(a b c d)\n" + "A=(${A[@]} ${A[@]})\n" * 40, "grows beyond"),
         ("--a " * 400_000, "the limit is 1,000,000"),
         ("echo ${A:-" * 60 + "x" + "}" * 60, "nested deeper"),
+        ("--num-layers 4 --layout Et|t|tL --lr 1e-3 --bf16", r"line 1: bash ends the command before 'tL', at a '|'"),
+        ("torchrun a.py --num-layers 4 --bf16 \\\n --layout Et|tL --lr 1e-3 2>&1 | tee log", "before 'tL', at a"),
+        ("torchrun a.py --num-layers 4 --bf16 --moe-layer-freq ([0]*3) --lr 1", r"before '--lr', at a '\)' without"),
     ],
 )
 def test_what_is_no_script(text, message):

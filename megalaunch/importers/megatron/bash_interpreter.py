@@ -22,10 +22,11 @@ _SLURM = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Command:
-    """One command with its words expanded."""
+    """One command with its words expanded; `after` is the operator before it, "" at the start."""
 
     line: int
     argv: tuple[str, ...]
+    after: str = ""
 
 
 @dataclass
@@ -178,9 +179,10 @@ class _Interpreter:
             self.at += 1
         self.at = max(self.at, start + 1)
         following = self.tokens[self.at].text if self.at < len(self.tokens) else ""
+        after = self.tokens[start - 1].text if start else ""
         skipped, self.skip_next = self.skip_next or not self.active, False
         if words and not skipped:
-            holds = self._run(words)
+            holds = self._run(words, after)
         else:
             holds = None if skipped else True
             self._note_skipped(words)
@@ -197,8 +199,8 @@ class _Interpreter:
             )
             branch.unknown_line = 0
 
-    def _run(self, words: list[Token]) -> bool | None:
-        """Interpret one command; return whether it succeeds, None if unknown."""
+    def _run(self, words: list[Token], after: str) -> bool | None:
+        """Interpret one command, which comes after an operator; return whether it succeeds, None if unknown."""
         variables = self.script.variables
         head = words[0].plain
         if head in ("[", "[[", "test"):
@@ -218,7 +220,7 @@ class _Interpreter:
             self.script.notes.append(f"line {rest[0].line}: the file {name} is not read")
         fields = [field for word in rest for field in variables.fields(word.parts or ())]
         if fields:
-            self.script.commands.append(Command(rest[0].line, tuple(fields)))
+            self.script.commands.append(Command(rest[0].line, tuple(fields), after))
         return True
 
     def _assign(self, word: Token, export: bool) -> bool:

@@ -26,6 +26,8 @@ from megalaunch.schema.paths import entry_at
 
 __all__ = ["Imported", "ScriptProblem", "import_script"]
 
+_IN_VALUES = ("|", "(", ")")  # operators of bash that values of flags may have
+
 
 @dataclass(frozen=True)
 class Imported:
@@ -95,10 +97,10 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
         Its arguments up to the training script, the arguments after it, and notes.
     """
     bare = [argument for command in script.commands if is_flag(command.argv[0]) for argument in command.argv]
-    rows = [(list(command.argv), f"line {command.line}") for command in script.commands]
-    candidates = [(bare, "the argument list"), *rows]
-    best = max(candidates, key=lambda row: _count_known_flags(_unwrap_shell(script, row[0])), default=(bare, ""))
-    argv, notes = _unwrap_shell(script, best[0]), []
+    candidates = [bare, *(list(command.argv) for command in script.commands)]
+    best = max(candidates, key=lambda argv: _count_known_flags(_unwrap_shell(script, argv)))
+    _refuse_cut(script)
+    argv, notes = _unwrap_shell(script, best), []
     variables = known_texts(script.variables)
     for name, text in variables.items():
         inside = list(split_text(script, text)) if "--" in text else []
@@ -115,6 +117,22 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
             -1,
         )
     return argv[: at + 1], argv[at + 1 :], notes
+
+
+def _refuse_cut(script: Script) -> None:
+    """Raise ScriptProblem if bash would end a command with flags at an operator that belongs to one of its values."""
+    begun = is_list = False  # whether a command of the same pipeline has known flags, and begins with a flag
+    for command in script.commands:
+        begun, begins_with_flag = begun and command.after in _IN_VALUES, is_flag(command.argv[0])
+        is_rest = command.after == "|" or (command.after == ")" and begins_with_flag and not is_list)
+        has_flags = bool(_count_known_flags(command.argv))
+        if begun and is_rest and has_flags:
+            raise ScriptProblem(
+                command.line,
+                f"bash ends the command before {command.argv[0]!r}, at a {command.after!r} without quotes, and loses the"
+                " flags after it; put the whole value in quotes, such as 'Et|t|tL' or '([0]*3+[1]*58)'",
+            )
+        begun, is_list = begun or has_flags, is_list or begins_with_flag
 
 
 def _unwrap_shell(script: Script, argv: Sequence[str]) -> list[str]:
