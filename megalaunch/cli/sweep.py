@@ -130,11 +130,17 @@ def _metric(name: str | None, swept: SweepOverrides) -> Metric:
 
 def _sampler(name: str | None, swept: SweepOverrides, trials: int | None) -> Sampler:
     from megalaunch.runs.errors import fail
+    from megalaunch.runs.sweep.plan import MOST_POINTS
 
     if name is None:
         name = "grid" if swept.size is not None else "random"
     if name == "grid" and swept.size is None:
         fail("a grid needs lists of values, not an interval\nfix:  --sampler random --trials N, or a list of values")
+    if name == "grid" and trials is None and (swept.size or 0) > MOST_POINTS:
+        fail(
+            f"the grid has {swept.size:,} points, more than {MOST_POINTS:,}\n"
+            "fix:  --sampler random --trials N, --trials N for the first N points, or fewer values"
+        )
     if trials is None and (name == "tpe" or (name == "random" and swept.size is None)):
         fail(f"the sampler {name} needs a number of trials\nfix:  --trials N")
     match name:

@@ -177,6 +177,9 @@ def test_a_warning_of_some_points_is_not_said_of_all(folder):
 def test_trials_bounds_what_runs(folder):
     result = invoke("--dry-run", "--json", "--trials", "2", *sweep_arguments(folder, "optimizer.lr=1e-3,2e-3,3e-3"))
     assert [point["runs"] for point in json.loads(result.stdout)["points"]] == [True, True, False]
+    large = sweep_arguments(folder, "train.seed=range(1,2001)")
+    shown = json.loads(invoke("--dry-run", "--json", "--trials", "2", *large).stdout)
+    assert (shown["to_run"], len(shown["points"])) == (2, 500)
     arguments = sweep_arguments(folder, "optimizer.lr=tag(log,interval(1e-4,1e-2))")
     drawn = json.loads(invoke("--dry-run", "--json", "--trials", "5", *arguments).stdout)
     assert drawn["sampler"] == "random"
@@ -197,6 +200,7 @@ def test_a_dry_run_of_64_points_is_quick(folder):
         (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric tokens_per_second, validation_loss or loss"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "best"], "--sampler grid"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "tpe"], "--trials N"),
+        (["recipe=tiny", "train.seed=range(1,20001)"], "the grid has 20,000 points, more than 10,000\nfix:  --sampler"),
         (["recipe=tiny", "optimizer.lr=interval(1,2)", "--sampler", "grid"], "--sampler random"),
         (["recipe=tiny", "optimizer.lr=interval(1,2)"], "--trials N"),
         (["recipe=tiny", "optimizer.lr=1,2", "--name", "../x"], "--name"),

@@ -27,7 +27,11 @@ from megalaunch.runs.sweep.sampling import grid, random_points
 from megalaunch.schema import RunSpec, SpecProblem, with_values
 from megalaunch.schema.data import DataSpec
 
+MOST_POINTS = 10_000
+"""Of a grid that is validated whole: a point takes some milliseconds."""
+
 _DRAWS_PER_TRIAL = 20  # draws per requested trial, invalid points included
+_SHOWN_POINTS = 500  # of a grid with --trials: beyond, it ends with the last point that runs
 
 
 @dataclass(frozen=True)
@@ -199,16 +203,16 @@ def _common(findings: Sequence[Sequence[Finding]]) -> tuple[Finding, ...]:
 
 
 def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
-    """Validate the points: of the full grid, or random ones until enough are valid. For tpe: only in a dry run."""
+    """Validate the points: of the grid, or random ones until enough are valid. For tpe: only in a dry run."""
     machine = detect_machine()
     planned = PlannedSweep(request, machine, PointValidator(request.overrides, request.folder, machine, starts))
     if request.sampler == "tpe" and starts:  # tpe proposes its points during the sweep
         sampler = PointValidator(request.overrides, request.folder, machine, starts)  # `validator` must not know it
         return replace(planned, sample=sampler.validate(1, next(_points(request))))
-    wanted = request.trials if request.sampler != "grid" else None
-    found = 0
-    for number, values in enumerate(_points(request), 1):
-        if wanted is not None and (found == wanted or number > _DRAWS_PER_TRIAL * wanted):
+    wanted, is_grid, found = request.trials, request.sampler == "grid", 0
+    draws = None if wanted is None or is_grid else _DRAWS_PER_TRIAL * wanted
+    for number, values in enumerate(islice(_points(request), draws), 1):
+        if wanted is not None and found >= wanted and not (is_grid and number <= _SHOWN_POINTS):
             break
         point = planned.validator.validate(number, values)
         planned.points.append(point)
