@@ -55,6 +55,7 @@ def option_names(group: str, further: Sequence[Path] = ()) -> list[str]:
     if not _GROUP_NAME.fullmatch(group):
         return []
     found = {path.stem for folder in option_folders(further) for path in (folder / group).glob("*.yaml")}
+    found = set(filter(OPTION_NAME.fullmatch, found))
     if group == "platform":
         with suppress(PlatformError):  # whoever uses such an option is told the reason
             found |= set(chips_by_option())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ def recipe_files() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in recipe_folders():
         for path in sorted(folder.rglob("*.yaml")):
-            found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            if _NAME.fullmatch(name):
+                found.setdefault(name, path)
     return dict(sorted(found.items()))
 
 
@@ -136,6 +139,10 @@ def _load(override: str, where: str, typed: bool, problems: list[SpecProblem]) -
 def _unknown(override: str, typed: bool) -> str:
     if not typed and (is_path(override) or not _NAME.fullmatch(override)):
         return f"the defaults of a recipe name other recipes, not paths: {override!r}"
+    files = (folder / f"{override}.yaml" for folder in recipe_folders())
+    if not _NAME.fullmatch(override) and (file := next(filter(Path.is_file, files), None)):
+        rule = "a name has letters, digits, '_', '.' and '-'; rename the file, or give its path"
+        return f"there is no recipe {override!r}: {rule}: {shlex.quote(f'recipe={file}')}"
     return unknown_recipe(override, list(recipe_files()))
 
 

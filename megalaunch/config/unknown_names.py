@@ -70,7 +70,9 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
             return f"{text}: the folder does not exist; name a Hugging Face folder with a config.json"
         near = f"; did you mean {same!r}?" if same else ""
         return f"{text}{near} (nor a folder of that name with a config.json; {_listed(group, names)})"
-    return f"{text}{did_you_mean(name, list(names))} ({_listed(group, names)})"
+    longer = [repr(known) for known in names if known.startswith(name)] if name else []
+    near = f"; did you mean {' or '.join(longer)}?" if longer else did_you_mean(name, list(names))
+    return f"{text}{near} ({_listed(group, names)})"
 
 
 def _listed(group: str, names: Sequence[str]) -> str:

@@ -136,7 +136,7 @@ def _extension_notes(stored: RunSpec, spec: RunSpec) -> tuple[str, ...]:
     return (
         f"train.steps is raised from {stored.train.steps} to {spec.train.steps}; unchanged are the "
         f"learning rate schedule (schedule.decay_steps={spec.schedule.decay_steps}) and the order of the first "
-        f"{spec.data.num_samples} samples; later samples are from further epochs, shuffled again",
+        f"{spec.data.num_samples} samples; samples beyond the epochs of those are shuffled again",
     )
 
 

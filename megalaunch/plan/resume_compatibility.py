@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
     changes = [*_forbidden_changes(new, stored)]
     message = "restore the value, or give another run.directory"
     if changes and not any(path.startswith(_KEPT_BY_BRANCHES) for path, _, _ in changes):
-        branch = f"checkpoint.branch_from={as_override(new.run.directory)}"
+        branch = shlex.quote(f"checkpoint.branch_from={as_override(new.run.directory)}")
         message += f"; with {branch} it starts from this run's newest state"
     return [
         Finding(

@@ -48,3 +48,8 @@ def test_a_full_disk_is_still_an_error(tmp_path):
             [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
     assert "No space left" in done.stderr
+
+
+def test_hydras_own_views_end_in_silence():
+    command = [sys.executable, "-m", "megalaunch", "validate-config", "recipe=tiny", "--info", "defaults-tree"]
+    assert run_without_a_reader(*command).stderr == ""

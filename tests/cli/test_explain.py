@@ -38,6 +38,11 @@ def test_a_rule_by_other_forms_of_its_name(name):
     assert run.invoke(app, ["explain", name]).output.startswith("parallel.heads_by_tp\n")
 
 
+def test_an_empty_name_names_no_rule():
+    result = run.invoke(app, ["explain", ""])
+    assert (result.exit_code, "there is no rule, key, section, exit code or event ''" in result.output) == (2, True)
+
+
 def test_keys_and_sections():
     text = run.invoke(app, ["explain", "optimizer.lr"]).output
     assert text == "optimizer.lr\n  Peak learning rate.\n  takes: a number; default: 0.0003\n"

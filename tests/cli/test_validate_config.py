@@ -114,6 +114,31 @@ def test_overrides_that_do_not_compose_are_findings_too():
     assert text.output.endswith("\n\n3 errors; the rules are checked once they are corrected\n")
 
 
+@pytest.mark.parametrize("other", [("--explain", "train.steps"), ("--cfg", "job"), ("--info", "all")])
+def test_json_is_of_findings_alone(other):
+    result = run.invoke(app, ["validate-config", "recipe=tiny", "--json", *other])
+    assert (result.exit_code, "--json shows findings; it cannot be combined" in result.output) == (2, True)
+
+
+def test_recipes_with_names_that_cannot_be_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/my run.yaml").write_text("# @package _global_\ndefaults:\n  - tiny\n  - _self_\n")
+    result = run.invoke(app, ["validate-config", "recipe=my run", "--json"])
+    [finding] = json.loads(result.output)["findings"]
+    assert finding["message"] == (
+        "there is no recipe 'my run': a name has letters, digits, '_', '.' and '-'; rename the file, or give its path: "
+        "'recipe=recipes/my run.yaml'"
+    )
+    assert "my run" not in run.invoke(app, ["recipes", "list"]).output
+
+
+def test_the_sizes_of_a_chip_are_named():
+    assert (
+        "did you mean 'a100_40gb' or 'a100_80gb' or 'a100_pcie_40gb'" in validate("recipe=tiny", "platform=a100").output
+    )
+
+
 def test_explain_a_value():
     result = validate("recipe=llama3_8b", "--explain", "optimizer.lr")
     assert result.exit_code == 0

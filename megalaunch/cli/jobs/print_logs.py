@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections import deque
@@ -46,7 +47,7 @@ def empty_logs_text(job: RunJob, rank: int | None, paths: Sequence[Path]) -> str
     named = ", ".join(map(display_path, paths)) + (" are empty" if len(paths) > 1 else " is empty")
     if rank is not None:
         return named
-    return f"{named}; the log of a rank: megalaunch logs {display_path(job.directory.root)} --rank N"
+    return f"{named}; the log of a rank: megalaunch logs {shlex.quote(display_path(job.directory.root))} --rank N"
 
 
 def print_last_lines(paths: Sequence[Path], count: int) -> None:

@@ -34,10 +34,14 @@ def import_megatron(
 
     Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
     """
+    from megalaunch.config.groups import option_names
+    from megalaunch.config.unknown_names import unknown_option
     from megalaunch.importers.megatron.bash_lexer import ScriptProblem
     from megalaunch.runs.errors import fail
     from megalaunch.runs.import_megatron.importer import import_script, report_text
 
+    if platform is not None and platform not in (known := option_names("platform")):
+        fail(unknown_option("platform", platform, known))
     text = _read(file)
     shown = "standard input" if file == "-" else file
     try:

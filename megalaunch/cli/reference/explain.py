@@ -39,7 +39,7 @@ def explain(
     if name is None:
         typer.echo("\n".join(rules))
         return
-    wanted = [rule for rule in rules if name in (rule, rule.replace(".", "-"), rule.partition(".")[2])]
+    wanted = [rule for rule in rules if name in (rule, rule.replace(".", "-"), rule.rpartition(".")[2])]
     texts = [f"{rule}\n\n{rules[rule]}" for rule in wanted]
     if not wanted and (keys := describe_keys(name)):
         options = [textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in describe_options(name)]

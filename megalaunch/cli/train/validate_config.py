@@ -37,8 +37,10 @@ def validate_config(
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.corpus_check import check_corpus
     from megalaunch.runs.epoch_check import check_epochs
-    from megalaunch.runs.errors import refuse
+    from megalaunch.runs.errors import fail, refuse
 
+    if as_json and (explain or cfg or info):
+        fail("--json shows findings; it cannot be combined with --explain, --cfg or --info")
     typed = with_config_dirs(overrides, config_dir)
     if show_composition(typed, cfg, info):
         return

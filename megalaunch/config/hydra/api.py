@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def print_config(nodes: ConfigNodes, overrides: Sequence[str], kind: str) -> Non
 
 def print_info(nodes: ConfigNodes, overrides: Sequence[str], topic: str) -> None:
     """Print what `--info` of a Hydra application does: `defaults-tree`, `searchpath`, `plugins` and more."""
+    logging.raiseExceptions = False  # Hydra prints by logging, which shows a traceback a line after `| head`
     with hydra_initialized(nodes) as own:
         own.show_info(topic, PRIMARY, list(overrides))
 

@@ -29,6 +29,9 @@ IGNORED: dict[str, str] = {
         disable-parameter-transpose-cache
         keep-fp8-transpose-cache use-kitchen* kitchen-* te-precision-config-file
     """,
+    "precision.exp_avg_dtype, precision.main_params_dtype and their like take effect by themselves": """
+        use-precision-aware-optimizer
+    """,
     "the same function: only the stored norm weights differ (minus 1)": "apply-layernorm-1p",
     "--position-embedding-type alone selects the position embedding": "no-position-embedding",
     "megalaunch computes softmax and loss in fp32": "fp16-lm-cross-entropy output-logit-dtype",
@@ -73,7 +76,7 @@ IGNORED: dict[str, str] = {
         disable-gloo-process-groups torch-fsdp2-* megatron-fsdp-* no-use-layer-wise-param-layout
         init-model-with-meta-device
         pipeline-model-parallel-comm-backend batch-p2p-* use-ring-exchange-p2p enable-gloo-process-groups
-        use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-*
+        overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-*
         reuse-grad-buf-for-mxfp8-param-ag clone-scatter-* no-clone-* moe-dispatch-* moe-combine-*
     """,
     "memory management and garbage collection: affects speed only": """

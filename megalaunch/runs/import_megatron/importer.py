@@ -129,8 +129,8 @@ def _refuse_cut(script: Script) -> None:
         if begun and is_rest and has_flags:
             raise ScriptProblem(
                 command.line,
-                f"bash ends the command before {command.argv[0]!r}, at a {command.after!r} without quotes, and loses the"
-                " flags after it; put the whole value in quotes, such as 'Et|t|tL' or '([0]*3+[1]*58)'",
+                f"bash ends the command before {command.argv[0]!r}, at a {command.after!r} without quotes, and loses"
+                " the flags after it; put the whole value in quotes, such as 'Et|t|tL' or '([0]*3+[1]*58)'",
             )
         begun, is_list = begun or has_flags, is_list or begins_with_flag
 
