@@ -35,7 +35,7 @@ def keep_token(path: Path, private: bool = True) -> str:
 
     Args:
         path: The file.
-        private: Refuse a token that other users can read or change.
+        private: Refuse a token that other users can change.
 
     Raises:
         OSError: The file cannot be read or made.
@@ -57,7 +57,7 @@ def _check_token(path: Path, content: bytes, mode: int) -> str:
             f"{path} holds no single token: write one line of printable ASCII without spaces, or delete the file for "
             "a new token"
         )
-    if mode & (stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH):
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # that others read it is the rule where containers are given secrets
         fix = f"chmod 600 {shlex.quote(str(path))}"
-        raise TokenFileError(f"{path} can be read or changed by other users (mode {mode:o}): {fix}")
+        raise TokenFileError(f"{path} can be changed by other users (mode {mode:o}): {fix}")
     return content.decode("ascii")

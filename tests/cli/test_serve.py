@@ -112,15 +112,15 @@ def test_a_token_that_cannot_be_kept_names_the_option(run, tmp_path):
     )
 
 
-def test_a_token_that_others_can_read_is_refused_before_the_weights_are_loaded(run, tmp_path, monkeypatch):
+def test_a_token_that_others_can_change_is_refused_before_the_weights_are_loaded(run, tmp_path, monkeypatch):
     monkeypatch.setattr(api, "load_weights", lambda source: pytest.fail("the weights are loaded"))
     path = tmp_path / "token"
     path.write_text("mine\n")
-    path.chmod(0o644)
+    path.chmod(0o666)
     result = call(run.root, "--token-file", path)
     assert result.exit_code == 2
     assert result.stderr.strip() == (
-        f"error: {path} can be read or changed by other users (mode 644): chmod 600 {path}, or name another file with "
+        f"error: {path} can be changed by other users (mode 666): chmod 600 {path}, or name another file with "
         "--token-file"
     )
 
