@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megalaunch.cli.train.hydra_options import Cfg, ConfigDirs, Info, show_composition, with_config_dirs
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
+    from megalaunch.schema import RunSpec
 
 
 def validate_config(
@@ -30,14 +34,14 @@ def validate_config(
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors, sort_findings
-    from megalaunch.plan.report import findings_json, findings_text, problems_as_findings, problems_text, rules_wait
+    from megalaunch.plan.report import findings_json, findings_text, problems_as_findings, rules_wait
     from megalaunch.plan.resolve import resolve
     from megalaunch.plan.summary import derived_values
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.corpus_check import check_corpus
     from megalaunch.runs.epoch_check import check_epochs
-    from megalaunch.runs.errors import fail, refuse
+    from megalaunch.runs.errors import fail
 
     if as_json and (explain or cfg or info):
         fail("--json shows findings; it cannot be combined with --explain, --cfg or --info")
@@ -54,12 +58,7 @@ def validate_config(
         machine = detect_machine()
         resolution = resolve(composition.spec, machine, composition.choices.get("recipe"))
         if explain is not None:
-            from megalaunch.config.explain import explain_key
-
-            try:
-                typer.echo(explain_key(explain, composition, resolution.spec))
-            except ConfigError as error:
-                refuse(problems_text(error.problems))
+            _print_origin(explain, composition, resolution.spec)
             return
         found = check(resolution.spec, composition.origins, machine=machine) + check_epochs(resolution.spec)
         found += check_corpus(resolution.spec, composition.origins)
@@ -71,3 +70,16 @@ def validate_config(
     typer.echo(findings_json(findings, derived) if as_json else findings_text(findings, derived) + later)
     if not valid:
         raise typer.Exit(int(ExitCode.CONFIGURATION))
+
+
+def _print_origin(key: str, composition: Composition, spec: RunSpec) -> None:
+    """Print the value of a key and where it comes from; end the command if there is no such key."""
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.config.explain import explain_key
+    from megalaunch.plan.report import problems_text
+    from megalaunch.runs.errors import refuse
+
+    try:
+        typer.echo(explain_key(key, composition, spec))
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
