@@ -110,8 +110,9 @@ def _group(title: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) ->
 
 
 def _describe_collective(entry: dict[str, Any]) -> str:
-    shapes = ", ".join(str(shape) for shape in entry["input_sizes"])
     operation = entry["profiling_name"].partition(":")[2]
+    # Only the source of a scatter has inputs: with them the ranks of one scatter would seem to call different ones.
+    shapes = "" if operation == "scatter" else ", ".join(str(shape) for shape in entry["input_sizes"])
     return f"{operation} of {shapes}" if shapes else operation
 
 

@@ -27,7 +27,7 @@ KILL_SECONDS = 5.0
 # Slurm sends a job's early warning to every process of a step: the launcher stops the workers, the agent must live on.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 # torch.distributed.elastic: "failed (exitcode: -9) local_rank: 1 (pid: 12) of binary: ...", and in the closing report
-# "exitcode  : -9 (pid: 12)".
+# "exitcode  : -9 (pid: 12)", of the workers whose failure it saw; engine/agent adds a like line for each worker.
 _EXIT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)|exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 
 

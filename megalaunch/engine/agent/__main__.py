@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from megalaunch.engine.agent.failed_workers import FailedWorkers
+from megalaunch.engine.agent.failed_workers import FailedWorkers, log_exit_codes
 from megalaunch.engine.agent.forked_workers import import_worker
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.local_checks import local_problems
@@ -136,7 +136,12 @@ class _NodeAgent:
         return 0
 
     def _record_failures(self, exit_codes: Mapping[int, int | None]) -> None:
-        if self._failed_workers is not None and not self._has_ended_workers:
+        """Tell how the workers ended: in events; to a launcher, which may not have seen it, in the agent's log."""
+        if self._failed_workers is None:
+            assert self._agent is not None, "it calls this"
+            workers = self._agent.get_worker_group().workers
+            log_exit_codes({worker.global_rank: worker.id for worker in workers}, exit_codes)
+        elif not self._has_ended_workers:
             self._failed_workers.record(exit_codes)
 
     def _rendezvous(self) -> LoopbackRendezvous:

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Mapping
 
+from megalaunch.engine.agent.output import log
 from megalaunch.platform.cgroups import OomKill, OomKills
 from megalaunch.rundir.environment import current_attempt
 from megalaunch.rundir.events import record_event
@@ -87,6 +88,16 @@ class FailedWorkers:
             message=message,
             attempt=attempt,
         )
+
+
+def log_exit_codes(pids: Mapping[int, int], exit_codes: Mapping[int, int | None]) -> None:
+    """Print how each worker that has ended did, for the launcher (`launch.agent.exit_codes`).
+
+    The launcher sees a dead worker only until the agent has reaped it, and torch names but the first failure it sees.
+    """
+    for rank, pid in pids.items():
+        if (code := exit_codes.get(rank)) is not None:
+            log(f"rank {rank}: exitcode: {code} (pid: {pid})")
 
 
 def _is_failure(event: Record, attempt: int) -> bool:

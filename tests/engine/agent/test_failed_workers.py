@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from launching import events_of
 
-from megalaunch.engine.agent.failed_workers import FailedWorkers
+from megalaunch.engine.agent.failed_workers import FailedWorkers, log_exit_codes
+from megalaunch.launch.agent import exit_codes
 from megalaunch.platform.cgroups import OomKill, OomKills
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.events import record_event
@@ -95,3 +98,10 @@ def test_workers_that_later_ones_have_superseded_record_no_restart(directory):
     failed.record({0: 1, 1: -15})
     failed.record_restart()
     assert len(events_of(directory, "restart")) == 1
+
+
+def test_a_launcher_reads_the_exit_codes_of_all_workers(capsys, tmp_path):
+    """torch logs the first failure that it sees, which may be that of a rank that lost its peer."""
+    log_exit_codes({0: 100, 1: 101, 2: 102, 3: 103}, {0: 1, 1: -signal.SIGTERM, 2: None, 3: -signal.SIGKILL})
+    (tmp_path / "agent.log").write_text(capsys.readouterr().err)
+    assert exit_codes(tmp_path / "agent.log") == {100: 1, 101: -15, 103: -9}
