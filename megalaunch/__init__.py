@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from megalaunch.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megalaunch.config.errors import ConfigError as ConfigError

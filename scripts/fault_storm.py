@@ -22,7 +22,17 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
 from fault_times import percentiles  # noqa: E402
 from same_run import differences  # noqa: E402
-from struck_run import ENDLESS, KINDS, RANKS, Result, Strike, StruckRun, StruckRunError  # noqa: E402
+from struck_run import (  # noqa: E402
+    ENDLESS,
+    FEWEST_STEPS,
+    KINDS,
+    MOST_STEPS,
+    RANKS,
+    Result,
+    Strike,
+    StruckRun,
+    StruckRunError,
+)
 from training import train_tiny  # noqa: E402
 
 from megalaunch.format.table import table_lines  # noqa: E402
@@ -32,8 +42,6 @@ from megalaunch.rundir.paths import RunDirectory  # noqa: E402
 HANGS = 1 / 16  # the share of stopped ranks, each of which takes 15 seconds to be found
 MAY_BE_EARLY = ("worker_killed", "agent_killed", "launcher_killed", "preempted")
 EARLY = 0.3  # the share of these that strikes while the run restarts after the fault before
-FEWEST_STEPS = {"rank_stopped": 40}  # the launcher knows the usual time of a step by then
-MOST_STEPS = 40  # from one fault to the next
 LAST_SECONDS = 900.0  # for the fault that strikes last, and the end of the run
 
 

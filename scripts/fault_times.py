@@ -76,8 +76,7 @@ def measure_strikes(kinds: Mapping[str, str], count: int) -> dict[str, Times]:
         kinds: the kind of the storm's strike, by the name of the fault.
         count: strikes of each kind.
     """
-    from fault_storm import FEWEST_STEPS, MOST_STEPS
-    from struck_run import RANKS, Strike, StruckRun
+    from struck_run import FEWEST_STEPS, MOST_STEPS, RANKS, Strike, StruckRun
 
     source, load = random.Random(count), os.getloadavg()[0]
     names = [name for name in kinds for _ in range(count)]

@@ -35,6 +35,8 @@ KINDS = {
 """Every kind of fault, and its words in the table; a method of StruckRun makes it."""
 START_SECONDS = 4.0  # a restart takes about as long
 RANKS = 2
+FEWEST_STEPS = {"rank_stopped": 40}  # the launcher knows the usual time of a step by then
+MOST_STEPS = 40  # from one fault to the next
 LAST_STEPS = 20  # after the last fault
 ENDLESS = ("train.steps=100000",)  # it ends at a step that is named after the last fault
 MARK = "FAULT_STORM"  # a variable in the environment of everything that the storm starts

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import megalaunch
 from megalaunch.cli.help_pages import CommandGroup, name_values
+from megalaunch.version import __version__
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -179,7 +179,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"megalaunch {megalaunch.__version__}")
+        typer.echo(f"megalaunch {__version__}")
         raise typer.Exit
 
 

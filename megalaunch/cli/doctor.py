@@ -103,16 +103,16 @@ def build_report(
     import platform
     import shutil
 
-    import megalaunch
     from megalaunch.plan.attention_backends import serving_backends
     from megalaunch.plan.attention_choice import describe_auto
     from megalaunch.platform.packages import missing_attention_package
+    from megalaunch.version import __version__
 
     chip = machine.chip
     operators, plugin_problems = _implementations(chip.device)
     lacking = {name: missing_attention_package(name) for name in serving_backends(chip.device)}
     return {
-        "megalaunch": megalaunch.__version__,
+        "megalaunch": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "machine": {

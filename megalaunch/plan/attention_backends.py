@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import FUSED_ATTENTION, PACKAGE_ATTENTION
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend, ModelSpec

@@ -31,7 +31,8 @@ from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
 from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 
 DAY = 86400.0

@@ -17,7 +17,8 @@ from megalaunch.plan.memory.fit import memory_share
 from megalaunch.plan.overrides import override_entries, overrides_of
 from megalaunch.plan.stages import virtual_stages
 from megalaunch.plan.world import data_parallel_size, exact_quotient, world_size
-from megalaunch.platform.chips import CHIPS, UNDETECTED, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS, UNDETECTED
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.plugins import PlatformError, find_platform
 from megalaunch.platform.selection import missing_package

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 
 TOOL_TIMEOUT = 5.0  # seconds; the tool is slow when no process keeps the driver loaded
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from megalaunch.platform.accelerators import Accelerators, find_accelerators
 from megalaunch.platform.allocation import Allocation, find_allocation
 from megalaunch.platform.cgroups import free_disk, usable_cores, usable_memory
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import PlatformFacts
 from megalaunch.platform.plugins import PlatformError, all_platforms
 from megalaunch.platform.selection import count_devices, missing_devices, requested_platform

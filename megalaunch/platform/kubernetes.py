@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalaunch.platform.chips import ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
 
 _RESOURCES = {"cuda": "nvidia.com/gpu", "musa": "mthreads.com/gpu", "npu": "huawei.com/Ascend910"}
 _OF_CHIPS = {"mi300x": "amd.com/gpu"}  # torch's ROCm build calls AMD's chips cuda

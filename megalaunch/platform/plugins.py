@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
 
+from megalaunch.platform.chip_facts import ChipFacts
 from megalaunch.platform.platforms import PLATFORMS, PlatformFacts
 from megalaunch.platform.plugin_sources import SourceError, find_definition
-
-if TYPE_CHECKING:
-    from megalaunch.platform.chips import ChipFacts
 
 GROUP = "megalaunch.platforms"
 

@@ -9,7 +9,6 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
-import megalaunch
 from megalaunch.platform.packages import installed_version
 
 _NONE = "-"
@@ -38,7 +37,7 @@ class Software:
 @cache
 def _code_hash() -> str:
     """Hash names and contents of the package's source files, kernels included."""
-    root, found = Path(megalaunch.__file__).parent, hashlib.sha256()
+    root, found = Path(__file__).parents[1], hashlib.sha256()
     paths = [
         Path(folder) / name
         for folder, _, names in os.walk(root, followlinks=True)

@@ -17,7 +17,7 @@ from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 PLUGIN = """
-from megalaunch.platform.chips import ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
 from megalaunch.platform.overrides import Override, OverridePackage
 from megalaunch.platform.platforms import PlatformFacts
 from megalaunch.platform.plugins import PlatformPlugin

@@ -18,7 +18,7 @@ from megalaunch.platform.plugin_sources import find_definition
 
 PLUGIN = re.search(r"```python\n(.*?)```", (ROOT / "docs/platforms.md").read_text(), re.DOTALL)[1]
 OTHERS = """
-from megalaunch.platform.chips import ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
 from megalaunch.platform.platforms import PlatformFacts
 from megalaunch.platform.plugins import PlatformPlugin
 

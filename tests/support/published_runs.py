@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from made_specs import resolved
 
 from megalaunch.plan.cost import MEGATRON, Stack, StepTime, step_time
-from megalaunch.platform.chips import ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
 from megalaunch.schema import RunSpec, with_values
 
 _NEMOTRON = (

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import megalaunch
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.dataset import REMAKE, bin_path, idx_path
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
 from megalaunch.fs import PUBLIC_FILE_MODE, write_file_atomically
+from megalaunch.version import __version__
 
 
 def report_path(prefix: Path) -> Path:
@@ -79,7 +79,7 @@ def merge_reports(prefixes: Sequence[Path]) -> dict[str, Any] | None:
     for _, report in known:
         inputs += [entry for entry in report.get("inputs") or [] if entry not in inputs]
     return {
-        "megalaunch": megalaunch.__version__,
+        "megalaunch": __version__,
         "made_of": [str(prefix) for prefix in prefixes],
         "settings": first.get("settings") or {},
         "tokenizer": first["tokenizer"],

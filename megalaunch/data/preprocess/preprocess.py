@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import megalaunch
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import token_type
 from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
@@ -22,6 +21,7 @@ from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.preprocess.state import Progress, resume_fingerprint, tokenizer_fingerprint
 from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 from megalaunch.data.tokenizer.tokenizer import tokenizer_file
+from megalaunch.version import __version__
 
 _RESULT_SETTINGS = (
     *("workers", "append_eod", "add_special_tokens", "json_keys"),
@@ -166,7 +166,7 @@ def _write_reports(
     chosen = asdict(settings)
     width = token_type(tokenizer.vocab_size).itemsize
     content: dict[str, Any] = {
-        "megalaunch": megalaunch.__version__,
+        "megalaunch": __version__,
         "settings": {
             "tokenizer": str(path),
             "merges": None if settings.merges is None else str(settings.merges),

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import megalaunch
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.process import send_signal
+from megalaunch.version import __version__
 
 LEASE_SECONDS = 15.0
 BEAT_SECONDS = 2.0  # between two lines of the client
@@ -57,7 +57,7 @@ class NodeOrder:
 
 def greeting() -> dict[str, str]:
     """Return what must be the same on all nodes."""
-    return {"python": ".".join(map(str, sys.version_info[:2])), "megalaunch": megalaunch.__version__}
+    return {"python": ".".join(map(str, sys.version_info[:2])), "megalaunch": __version__}
 
 
 class Lease:

@@ -17,7 +17,7 @@ from megalaunch.plan.memory.model_states import OUTER_BUCKET
 from megalaunch.plan.stage_validation import splits_backward
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.plan.world import site_size
-from megalaunch.platform.chips import ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
 

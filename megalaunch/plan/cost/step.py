@@ -30,7 +30,8 @@ from megalaunch.plan.memory.offloaded_activations import offloaded_bytes
 from megalaunch.plan.memory.param_bytes import main_param_bytes
 from megalaunch.plan.stage_params import DataShards, DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.fs import PRIVATE_MODE, open_file
-from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.platforms import PLATFORMS
 from megalaunch.platform.plugins import PlatformError
 from megalaunch.rundir.paths import RunDirectory

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-import megalaunch
 from megalaunch.format.numbers import format_bytes, format_count, format_duration, format_loss, format_memory
 from megalaunch.launch.run_state import number
 from megalaunch.plan.findings import as_override
@@ -26,6 +25,7 @@ from megalaunch.runs.report.content import RunContent
 from megalaunch.runs.report.importance import axis_places, independent_settings, setting_importance
 from megalaunch.runs.report.timeline import Launch, phase_seconds
 from megalaunch.runs.sweep.folder import LOWER_IS_BETTER, Metric
+from megalaunch.version import __version__
 
 Table = Sequence[tuple[str, ...]]
 _LATEST_MARKS = 200
@@ -71,7 +71,7 @@ def render_report(title: str, contents: Sequence[RunContent], metric: Metric, li
     template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(
         title=title,
-        version=megalaunch.__version__,
+        version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
         policy=content_security_policy(live),
         script=_live_script() if live else "",
