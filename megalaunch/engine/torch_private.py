@@ -2,7 +2,7 @@
 
 Other files use no private names; the architecture test refuses them. Three files are excepted: the classes of
 parallel/pipeline_schedule.py and pipeline_stage.py override private methods of torch's pipelines, and
-hang_diagnostics.py must not import torch. All names exist in torch 2.13, the version of constraints.txt, and in 2.11
+hang_dump.py must not import torch. All names exist in torch 2.13, the version of constraints.txt, and in 2.11
 where no comment says otherwise. A torch without a name raises an AttributeError or ImportError at its first use.
 
 Modules that take long to import are imported by the functions that need them: generation needs none of them.

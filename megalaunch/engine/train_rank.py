@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.inference.sample import sample_text
+from megalaunch.engine.inference.sample_prompt import sample_text
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.backends import RUN_KERNELS
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator

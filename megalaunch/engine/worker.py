@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalaunch.engine.hang_diagnostics import HangDiagnostics
+from megalaunch.engine.hang_dump import HangDump
 from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output, uncollected_imports
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     redirect_output(directory.rank_log(rank))
     fence = Fence(directory.attempts, restarted=agent_restarts(os.environ) > 0)
-    diagnostics = HangDiagnostics(directory.collective_trace(rank), _attempt())
-    diagnostics.install()
+    hang_dump = HangDump(directory.collective_trace(rank), _attempt())
+    hang_dump.install()
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
         with uncollected_imports():
             spec, entrypoint = read_spec(path), load_entrypoint()
-            from megalaunch.engine.rank_monitor import reports_to_rank_monitor
+            from megalaunch.engine.nvrx_reporter import reports_to_rank_monitor
             from megalaunch.engine.run_rank import run_rank
 
         with reports_to_rank_monitor(spec, progress):
@@ -73,7 +73,7 @@ def main(arguments: list[str], load_entrypoint: Callable[[], RankEntrypoint] = l
     except BaseException as error:
         _end_if_superseded(error, fence)
         with contextlib.suppress(OSError):  # a full disk: the traceback still goes to the log
-            diagnostics.dump(error)  # before the event, whose reader looks for the trace
+            hang_dump.dump(error)  # before the event, whose reader looks for the trace
             _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from megalaunch.engine import hang_diagnostics, worker, worker_setup
+from megalaunch.engine import hang_dump, worker, worker_setup
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.collective_trace import frame_location
 from megalaunch.rundir.jsonl import read_lines
@@ -135,4 +135,4 @@ def test_the_place_of_a_rank_is_who_called_torch():
     assert frame_location(innermost_first[3:]) == ("engine/train/train_step.py:7 _call", False)
     with pytest.raises(ValueError, match="invalid literal") as crash:
         int("x")
-    assert frame_location(hang_diagnostics._format_stack(crash.value))[0].startswith("test_worker.py:")
+    assert frame_location(hang_dump._format_stack(crash.value))[0].startswith("test_worker.py:")

@@ -3,8 +3,8 @@
 The loss mask is made in three places of this package: `EodPolicy.make_sample` below masks the loss after each
 end-of-document token (`data.eod_mask_loss`), `ConversationFile.sample` (chat_dataset.py) keeps only tokens of answers,
 which preprocess/chat/build.py marked, and `ValidationSamples` (validation_dataset.py) masks the padding of its last
-row. engine/train/evaluate.py masks rows that only fill up the last batch, and the data loader
-(engine/train/dataloader.py) replaces masked labels by `IGNORE_INDEX`.
+row. In engine/train, evaluate.py masks rows that only fill up the last batch, row_scorer.py all tokens but those to be
+scored, and the data loader (dataloader.py) replaces masked labels by `IGNORE_INDEX`.
 """
 
 from __future__ import annotations

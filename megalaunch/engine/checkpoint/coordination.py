@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from megalaunch.engine.checkpoint.errors import CheckpointError, storage_error
-from megalaunch.engine.hang_diagnostics import CHECKPOINT_GROUP
+from megalaunch.engine.hang_dump import CHECKPOINT_GROUP
 from megalaunch.engine.mesh import world_timeout
 
 T = TypeVar("T")

@@ -4,7 +4,8 @@ One contiguous buffer per layer and state, allocated at full size, so that a ste
 An attention layer chooses its states: keys and values, or others.
 
 The KV cache is updated in `LayerKVCache.update`, which attention calls once per layer and forward pass, after RoPE:
-cached keys are already rotated. `KVCache.advance` is called before each pass and returns the position ids.
+cached keys are already rotated. A captured decode step (decode_graph.py) updates it in `update_at`. `KVCache.advance`
+is called before each pass and returns the position ids.
 
 Shapes: B batch, N query heads, G key/value groups, S new positions, T all positions so far, D head dim.
 """

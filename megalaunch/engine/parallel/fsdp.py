@@ -203,7 +203,10 @@ def reduce_grads_if_due(model: Decoder, parallel: ParallelSpec, last: bool) -> N
 
 
 def reduce_grads(model: Decoder, last: bool) -> None:
-    """Reduce the gradients of all units that were not reduced during the backward pass."""
+    """Reduce the gradients of all units that were not reduced during the backward pass.
+
+    FSDP2 calls the collectives: a reduce-scatter over dp_shard and, if `last`, an all-reduce over dp_replicate.
+    """
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
     model.set_requires_gradient_sync(True)
     model.set_requires_all_reduce(last)

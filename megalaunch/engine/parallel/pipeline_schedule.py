@@ -58,7 +58,7 @@ def make_schedule(
     """Build the pipeline schedule of one rank.
 
     Args:
-        name: `parallel.schedule`.
+        name: `parallel.schedule`; plan/resolve.py has replaced "auto".
         stages: The stages of this rank, in the order of a microbatch's forward pass.
         microbatches: Their number in a step.
         group: Microbatches of a group of interleaved 1F1B; None: torch's own groups, or another schedule.

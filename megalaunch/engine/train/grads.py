@@ -1,5 +1,8 @@
 """Gradients between the backward pass and the update: sum those that are still partial, then norm and clipping.
 
+Gradients are reduced over data-parallel ranks before, by FSDP2 (`set_grad_sync` and `reduce_grads` in
+parallel/fsdp.py).
+
 Partial over tp (`ParamLayout.is_partial`): parameters that are replicated over the tp ranks, while each rank computes
 their gradient from its own part of the activations:
 

@@ -111,7 +111,7 @@ DUMP = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
 Fatal Python error: Aborted
 
 Thread 0x00007f27919686c0 (most recent call first):
-  File "/src/megalaunch/engine/hang_diagnostics.py", line 56 in _answer
+  File "/src/megalaunch/engine/hang_dump.py", line 56 in _answer
 
 Thread 0x00007f27931efb80 (most recent call first):
   File "/env/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce

@@ -12,8 +12,8 @@ import pytest
 from launching import wait_until
 from looped_run import ten_steps
 
-from megalaunch.engine import rank_monitor
-from megalaunch.engine.rank_monitor import SECTIONS, RankMonitorReporter, reports_to_rank_monitor
+from megalaunch.engine import nvrx_reporter
+from megalaunch.engine.nvrx_reporter import SECTIONS, RankMonitorReporter, reports_to_rank_monitor
 from megalaunch.engine.train.storage_retry import STORAGE
 from megalaunch.launch.hang.rank_monitor import STARTING
 from megalaunch.rundir.progress import ProgressWriter
@@ -75,7 +75,7 @@ def test_sections_without_a_timeout_in_the_configuration_of_the_monitor_are_not_
 
 
 def test_a_monitor_that_does_not_answer_delays_no_step(monkeypatch):
-    monkeypatch.setattr(rank_monitor, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(nvrx_reporter, "CLOSE_SECONDS", 0.1)
     client = RecordingClient()
     client.answers.clear()
     reporter = RankMonitorReporter(lambda: client)
@@ -116,7 +116,7 @@ def spec(tmp_path):
 
 
 def test_a_rank_that_another_agent_started_says_so(spec, tmp_path, monkeypatch, capfd):
-    monkeypatch.delenv(rank_monitor.SOCKET_VARIABLE, raising=False)
+    monkeypatch.delenv(nvrx_reporter.SOCKET_VARIABLE, raising=False)
     progress = ProgressWriter(tmp_path / "progress", 0, 0)
     with reports_to_rank_monitor(spec, progress):
         progress.report("step", 1)
@@ -143,10 +143,10 @@ def test_a_monitor_of_nvrx_takes_the_messages(nvrx, spec, tmp_path, monkeypatch,
     socket = str(tmp_path / "rank_0.socket")
     settings = nvrx.FaultToleranceConfig(rank_section_timeouts=_ALL, enable_nic_monitor=False)
     server = nvrx.RankMonitorServer.run_in_subprocess(settings, socket)
-    monkeypatch.setenv(rank_monitor.SOCKET_VARIABLE, socket)
+    monkeypatch.setenv(nvrx_reporter.SOCKET_VARIABLE, socket)
     monkeypatch.setenv("RANK", "0")
-    clients, connect = [], rank_monitor._connect
-    monkeypatch.setattr(rank_monitor, "_connect", lambda: clients.append(connect()) or clients[0])
+    clients, connect = [], nvrx_reporter._connect
+    monkeypatch.setattr(nvrx_reporter, "_connect", lambda: clients.append(connect()) or clients[0])
     progress = ProgressWriter(tmp_path / "progress", 0, 0)
     try:
         with reports_to_rank_monitor(spec, progress):

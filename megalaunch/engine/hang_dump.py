@@ -1,4 +1,6 @@
-"""Diagnostics of a stuck worker: the stacks of its threads, and its last collectives from torch's flight recorder.
+"""Dump the state of a stuck worker: the stacks of its threads, and its last collectives from torch's flight recorder.
+
+launch/hang/diagnosis.py asks for the dumps of all ranks, and diagnoses the hang from them.
 
 Imports only the standard library, since it is installed before torch is imported.
 """
@@ -35,7 +37,7 @@ _MAX_REPORTED = 20  # newest collectives of each group in a trace
 CHECKPOINT_GROUP = "checkpoint"  # of the asynchronous save thread; not reported, as it interleaves with training's
 
 
-class HangDiagnostics:
+class HangDump:
     """Signal handlers that dump a worker's state while its main thread is stuck.
 
     DUMP_STACKS_SIGNAL writes the stacks of all threads to the log, in C code that works whoever holds the GIL.
@@ -52,7 +54,7 @@ class HangDiagnostics:
         faulthandler.enable()
         faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_TRACE_SIGNAL})  # new threads inherit it; `_answer` waits for it
-        threading.Thread(target=self._answer, name="hang_diagnostics", daemon=True).start()
+        threading.Thread(target=self._answer, name="hang_dump", daemon=True).start()
 
     def _answer(self) -> None:
         while True:

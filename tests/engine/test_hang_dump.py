@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalaunch.engine.hang_diagnostics import _describe_collective
+from megalaunch.engine.hang_dump import _describe_collective
 
 
 @pytest.mark.parametrize(
