@@ -1,7 +1,8 @@
 """Measure a GPU in one command: its ceilings, the kernels, training steps, the quickstart and the tests marked gpu.
 
 Run it as `scripts/bench gpu --out DIR [--only WORD...] [--seconds N]`. It needs torch, triton and what megalaunch
-imports, and installs nothing: it runs in the first of $MEGALAUNCH_PYTHON, .venv and python3 that has them.
+imports, and installs nothing: it runs in the first of $MEGALAUNCH_PYTHON, .venv and python3 that has them. What a
+machine without network lacks is carried: `scripts/bench gpu_wheels` fills build/gpu_wheels, which is put on PYTHONPATH.
 `--device cpu --small` runs everything with tiny shapes on a processor; its figures mean nothing.
 
 Every part is a process of its own with a time limit; a part that would exceed --seconds is left out, and the table says
@@ -215,11 +216,14 @@ def _output(command: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; exit 1 if a case failed."""
-    parser = argparse.ArgumentParser(prog="scripts/bench gpu", description="measure a GPU in one command")
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench gpu", description="measure a GPU in one command", allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json, report.md and log.txt")
     parser.add_argument(
         "--only", nargs="+", default=[], help="run only cases whose 'kind: case' has one of these words"
     )
+    parser.add_argument("--wheels", type=Path, help="folder that scripts/bench gpu_wheels filled (build/gpu_wheels)")
     parser.add_argument("--seconds", type=float, default=520, help="time for all parts (520)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes: to try the benchmark itself")

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+"""The checkout."""
+WHEELS = ROOT / "build" / "gpu_wheels"
+"""The packages that were carried to this machine, unless --wheels names another folder."""
 
 
 @dataclass(frozen=True)
