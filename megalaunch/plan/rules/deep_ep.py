@@ -56,14 +56,14 @@ def flex_router(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("moe.flex_dtype", "With moe_token_dispatcher_type=flex compute_dtype is bf16.")
+@rule("moe.flex_dtype", "With moe_token_dispatcher_type=flex compute_dtype is bf16 or fp8.")
 def flex_dtype(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP's kernels send tokens in bf16, and sum them in it."""
+    """DeepEP's kernels send tokens in bf16, and sum them in it. With fp8 tokens are in bf16 outside of matmuls."""
     compute_dtype = at.spec.precision.compute_dtype
-    if _is_used(at) and compute_dtype not in ("auto", "bf16"):
+    if _is_used(at) and compute_dtype not in ("auto", "bf16", "fp8"):
         yield Violation(
             "precision.compute_dtype",
-            f"moe_token_dispatcher_type=flex needs compute_dtype=bf16, but it is {compute_dtype}",
+            f"moe_token_dispatcher_type=flex needs compute_dtype=bf16 or fp8, but it is {compute_dtype}",
             fixes=({"precision.compute_dtype": "bf16"}, _ALL_TO_ALL),
         )
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from deep_ep_stand_in import Buffer, deep_ep_module
 from expert_layer import EP2, MOE, SHARED, layer_of, step
+from float8_runs import assert_close, float8_spec, run
 from forked_ranks import run_ranks
-from oracle import hold_to_one_process, small_spec
+from oracle import hold_to_one_process, on_ranks, small_spec
+from slow_cases import slow_but
+from transformer_engine_runs import install_stand_in, library_spec, run_by_library
 
 from megalaunch.engine.parallel.deep_ep import DeepEPDispatcher, UnknownDeepEP, load_buffer_class
 from megalaunch.engine.parallel.expert_parallel import AllToAllDispatcher
@@ -55,6 +59,40 @@ def test_gradients_equal_those_of_the_all_to_all(moe, parts):
 def test_layouts_equal_one_process(moe, layout):
     values = {"model__vocab_size": 64, "parallel__moe_token_dispatcher_type": "flex"}
     hold_to_one_process(small_spec(**values, model__moe=moe, **layout))
+
+
+FLOAT8 = {"model__moe": {**MOE, "ffn_hidden_size": 16}, "model__num_layers": 1}
+FLEX = {"dp": 2, "ep": 2, "moe_token_dispatcher_type": "flex"}
+
+
+@pytest.mark.parametrize("recipe", slow_but(["tensorwise", "delayed", "rowwise"], "delayed"))
+def test_experts_in_fp8_have_the_numbers_of_the_all_to_all(recipe):
+    """The rows of an expert are the same, in another order: so are its scales."""
+    other = {**FLEX, "moe_token_dispatcher_type": "alltoall"}
+    assert_close(run(float8_spec(FLEX, recipe, **FLOAT8)), run(float8_spec(other, recipe, **FLOAT8)))
+
+
+@slow
+def test_experts_of_transformer_engine_have_the_numbers_of_the_all_to_all(monkeypatch):
+    install_stand_in(monkeypatch)
+    flex, other = (
+        run_by_library(library_spec({**FLEX, "moe_token_dispatcher_type": dispatcher}, **FLOAT8)).numbers
+        for dispatcher in ("flex", "alltoall")
+    )
+    assert_close(flex, other)
+
+
+def test_tokens_of_experts_in_fp8_are_sent_in_bf16(monkeypatch):
+    """The only dtype of the kernels that are called here."""
+
+    exchange = Buffer._exchange
+
+    def exchange_in_bf16(self, rows, sent, received):
+        assert rows.shape[-1] != 32 or rows.dtype == torch.bfloat16, "32: the hidden size"
+        return exchange(self, rows, sent, received)
+
+    monkeypatch.setattr(Buffer, "_exchange", exchange_in_bf16)
+    run_ranks(2, on_ranks, float8_spec(FLEX, "tensorwise", **FLOAT8))
 
 
 def test_a_rank_without_tokens():

@@ -140,7 +140,7 @@ EXPERTS = {
         "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32", (*FLEX, "parallel.ep=2")
     ),
     "moe.flex_dtype": Case(
-        "precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*FLEX, "parallel.ep=2")
+        "precision.compute_dtype=fp16", "precision.compute_dtype=fp8", (*FLEX, "parallel.ep=2")
     ),
     "moe.flex_etp": Case("parallel.etp=2", "parallel.etp=1", (*FLEX, "parallel.ep=2")),
     "moe.flex_hidden": Case(
