@@ -151,20 +151,6 @@ def exp_avg_needs_adam(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("optimizer.scaled_loss", "With fp16 the optimizer is adamw or sgd.")
-def scaled_loss(at: RuleContext) -> Iterator[Violation]:
-    """As in Megatron-LM: the update size of lion and muon ignores that of the gradient, which is untested with fp16's
-    skipped steps.
-    """
-    name = at.spec.optimizer.name
-    if at.spec.precision.compute_dtype == "fp16" and name in ("lion", "muon"):
-        yield Violation(
-            "optimizer.name",
-            f"{name} does not support fp16 with loss scaling",
-            fixes=({"precision.compute_dtype": "bf16"}, {"optimizer.name": "adamw"}),
-        )
-
-
 def _offloads_from_a_device(spec: RunSpec) -> bool:
     chip = CHIPS.get(spec.platform.chip)
     return chip is None or chip.device != "cpu"

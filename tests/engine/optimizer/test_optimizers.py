@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from oracle import hold_to_one_process, small_spec
 from slow_cases import slow_but
+
+from megalaunch.engine.optimizer.optimizer import _elementwise_rule
+from megalaunch.engine.optimizer.update_rules import ParameterState, Update
+from megalaunch.schema.optimizer import OptimizerSpec
 
 SGD = {"optimizer__name": "sgd", "optimizer__lr": 0.3, "optimizer__momentum": 0.9}
 OPTIMIZERS = {
@@ -61,3 +66,19 @@ def test_embedding_and_head_have_their_own_rate(tied):
     """On two stages, where a tied head is a copy; the warmup begins above 0."""
     rates = {"optimizer__embedding_lr": 3e-3, "schedule__warmup_init_lr": 2e-4, "model__tie_word_embeddings": tied}
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **rates, **LAYOUTS["pp2"]))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_an_update_divides_its_gradients_whatever_their_scale(name):
+    """fp16's loss scale is a power of two, which costs no bit, and changes between updates."""
+
+    def updated(scales):
+        spec = OptimizerSpec(name=name, momentum=0.9)
+        rule, weight = _elementwise_rule(spec), torch.linspace(-1, 1, 64)
+        state = ParameterState({key: torch.zeros(64) for key in rule.state_names}, torch.zeros(()))
+        for step, scale in enumerate(scales):
+            gradient = torch.randn(64, generator=torch.Generator().manual_seed(step)) * scale
+            rule.apply(Update([weight], [gradient], [state], 0.01, 0.1, scale))
+        return torch.stack([weight, *state.tensors.values()])
+
+    assert torch.equal(updated([2.0**16, 2.0**15, 2.0**17]), updated([1.0, 1.0, 1.0]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,12 +14,13 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from looped_run import events, metrics, run_loop, ten_steps
-from oracle import STEPS, Numbers, RandomSamples, on_ranks, small_spec
+from oracle import STEPS, Numbers, RandomSamples, joined_stages, on_ranks, small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
@@ -108,9 +111,45 @@ def test_the_update_divides_by_the_scale():
     assert max(errors.values()) < 2e-2, max(errors, key=errors.__getitem__)
 
 
+LION = {"optimizer__name": "lion", "optimizer__lr": 1e-3}
+MUON = {"optimizer__name": "muon", "optimizer__lr": 0.02}
+OPTIMIZERS = {"lion": LION, "muon": MUON}
+
+
+@pytest.fixture(scope="module")
+def error_of():
+    """The median error of the updates of three steps, as a share of each one's norm in fp32 on one process."""
+
+    @cache
+    def exact(optimizer: str, **rate: float) -> dict[str, torch.Tensor]:
+        return _numbers("fp32", **OPTIMIZERS[optimizer] | rate).parameters
+
+    @cache
+    def error(optimizer: str, compute: str, layout: str = "one process") -> float:
+        # The scale doubles in each step: one that stayed in the momentum would weigh the steps otherwise.
+        values = OPTIMIZERS[optimizer] | LAYOUTS[layout] | {"precision__loss_scale": {"window": 1}}
+        begun, ended = exact(optimizer, optimizer__lr=0.0), exact(optimizer)
+        found = _numbers(compute, **values).parameters
+        assert found.keys() == ended.keys()
+        norm = np.linalg.norm
+        return float(np.median([norm(found[name] - w) / norm(w - begun[name]) for name, w in ended.items()]))
+
+    return error
+
+
+@pytest.mark.slow  # test_optimizers.py and test_muon.py compare one update
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    slow_but(product(OPTIMIZERS, ["tp2 sp", "pp3", "cp2", "zero3"]), every=[("lion", "zero3"), ("muon", "tp2 sp")]),
+)
+def test_updates_whose_size_ignores_the_gradient_are_nearer_to_fp32_than_those_of_bf16(optimizer, layout, error_of):
+    """Lion's sign flips where a gradient is as small as its rounding, and Muon amplifies such directions."""
+    assert error_of(optimizer, "fp16", layout) < error_of(optimizer, "bf16") / 1.5
+
+
 def _numbers(compute: str, **values: object) -> Numbers:
     spec = small_spec(precision__compute_dtype=compute, **values)
-    return run_ranks(spec.cluster.devices_per_node, on_ranks, spec)[0]
+    return joined_stages(run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True))
 
 
 def _steps_with_overflow(spec: RunSpec, poisoned: tuple[int, ...]) -> list[object]:
@@ -128,17 +167,23 @@ def _steps_with_overflow(spec: RunSpec, poisoned: tuple[int, ...]) -> list[objec
         )
     told: list[object] = []
     for now in range(1, STEPS + 1):
-        before = [to_local_no_grad(p).clone() for p in model.parameters()]
+        before = [to_local_no_grad(tensor).clone() for tensor in _trained(model, optimizer)]
         try:
             result = step.run(now, batches.get(now, STEPS))
         except RunEnd as ending:
             told.append(ending.reason)
             break
-        same = all(torch.equal(a, to_local_no_grad(b)) for a, b in zip(before, model.parameters(), strict=True))
+        after = _trained(model, optimizer)
+        same = all(torch.equal(a, to_local_no_grad(b)) for a, b in zip(before, after, strict=True))
         counts = {float(state.updates) for state in optimizer._states.values()}
         told.append((_summary(result), same, counts))
     batches.close()
     return told
+
+
+def _trained(model: ModelParts, optimizer: Optimizer) -> list[torch.Tensor]:
+    """What an update changes."""
+    return [*model.parameters(), *optimizer.states().values()]
 
 
 def _summary(result: StepResult) -> tuple[object, ...]:
@@ -148,20 +193,26 @@ def _summary(result: StepResult) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(
-    "layout", slow_but({name: LAYOUTS[name] for name in ("zero3", "tp2 sp", "pp3", "cp2")}, "zero3")
+    ("optimizer", "layout"),
+    slow_but(
+        [*product(["adamw"], ["zero3", "tp2 sp", "pp3", "cp2"]), ("lion", "zero3"), ("muon", "zero3")],
+        ("adamw", "zero3"),
+    ),
 )
-def test_an_overflow_on_one_rank_skips_on_all(layout):
-    """The second of three steps: weights and the number of updates stay, the schedule waits, the scale halves."""
-    spec = small_spec(
-        precision__compute_dtype="fp16", precision__loss_scale={"hysteresis": 1, "window": 8}, **LAYOUTS[layout]
-    )
+def test_an_overflow_on_one_rank_skips_on_all(optimizer, layout):
+    """The second of three steps: weights, moments and their number of updates stay, the schedule waits, the scale
+    halves."""
+    values = OPTIMIZERS.get(optimizer, {}) | LAYOUTS[layout]
+    spec = small_spec(precision__compute_dtype="fp16", precision__loss_scale={"hysteresis": 1, "window": 8}, **values)
     every = run_ranks(spec.cluster.devices_per_node, _steps_with_overflow, spec, (2,))
     assert all(told == every[0] for told in every)
-    rate = spec.optimizer.lr
+    rate, first, last = spec.optimizer.lr, {1.0}, {2.0}
+    if optimizer != "adamw":  # the others count no updates: under muon the matrices, under lion all
+        first, last = ({0.0}, {0.0}) if optimizer == "lion" else ({0.0, 1.0}, {0.0, 2.0})
     assert every[0] == [
-        ((False, 65536.0, 0, rate / 2), False, {1.0}),
-        ((True, 65536.0, 1, rate), True, {1.0}),
-        ((False, 32768.0, 1, rate), False, {2.0}),
+        ((False, 65536.0, 0, rate / 2), False, first),
+        ((True, 65536.0, 1, rate), True, first),
+        ((False, 32768.0, 1, rate), False, last),
     ]
 
 
@@ -174,7 +225,7 @@ def test_overflows_at_the_minimum_end_the_run():
     every = run_ranks(2, _steps_with_overflow, spec, (1, 2))
     assert every[0] == every[1]
     (first, same, counts), reason = every[0]
-    assert (first[:3], same, counts) == ((True, 4.0, 1), True, set())
+    assert (first[:3], same, counts) == ((True, 4.0, 1), True, {0.0})
     assert "the gradient norm of step 2 is" in reason
     assert "in samples 8 to 15, with the loss scale at its minimum of 4; the update was not made" in reason
 
@@ -195,8 +246,11 @@ def scaled(tmp_path_factory) -> RunSpec:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_its_scale(scaled, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", *OPTIMIZERS])
+def test_a_resumed_run_goes_on_with_its_scale(optimizer, scaled, tmp_path):
     """Exactly, and under another layout with the same scale, skipped steps, and losses to the rounding of fp16."""
+    values = {key.replace("__", "."): value for key, value in OPTIMIZERS.get(optimizer, {}).items()}
+    scaled = with_values(scaled, values)
     run_loop(scaled, tmp_path / "whole")
     whole = metrics(tmp_path / "whole")
     steps = [line for line in whole if "loss" in line]

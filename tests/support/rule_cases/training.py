@@ -65,7 +65,6 @@ OPTIMIZER = {
     "optimizer.exp_avg_needs_adam": Case(
         "precision.exp_avg_dtype=bf16 optimizer.name=lion", "precision.exp_avg_dtype=bf16"
     ),
-    "optimizer.scaled_loss": Case("optimizer.name=lion", "optimizer.name=sgd", (*TINY, *FP16)),
     "optimizer.offload_idle": Case(
         "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0"
     ),
