@@ -71,6 +71,8 @@ def test_text_that_outgrows_the_training_samples_is_announced(run: RunDirectory)
         ([], "there is no prompt: give --prompt TEXT"),
         (["--prompt", "x", "--stop", ""], "a stop string is empty"),
         (["--prompt", "x", "--min-p", 2], "'--min-p'"),
+        (["--prompt", "x", "--temperature", "nan"], "'--temperature': must be 0 or more, not nan"),
+        (["--prompt", "x", "--temperature", -1], "'--temperature': must be 0 or more, not -1.0"),
         (["--prompt", "x", "--repetition-penalty", 0], "'--repetition-penalty': must be over 0, not 0.0"),
         (["--prompt", "x", "--logprobs", 2], "--logprobs needs --json"),
         (["--prompt", "x", "--system", "Be kind."], "--system needs --chat"),

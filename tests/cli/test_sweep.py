@@ -200,6 +200,10 @@ def test_a_dry_run_of_64_points_is_quick(folder):
         (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric tokens_per_second, validation_loss or loss"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "best"], "--sampler grid"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "tpe"], "--trials N"),
+        (
+            ["recipe=tiny", "train.seed=range(10000000)"],
+            "range(10000000) has more than 1,000,000 values; use interval(a,b) with --sampler random",
+        ),
         (["recipe=tiny", "train.seed=range(1,20001)"], "the grid has 20,000 points, more than 10,000\nfix:  --sampler"),
         (["recipe=tiny", "optimizer.lr=interval(1,2)", "--sampler", "grid"], "--sampler random"),
         (["recipe=tiny", "optimizer.lr=interval(1,2)"], "--trials N"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 def _check_top_p(value: float) -> float:
     if not 0 < value <= 1:  # min= and max= of an option are bounds that it may reach
         raise typer.BadParameter(f"must be over 0 and at most 1, not {value}")
+    return value
+
+
+def _check_temperature(value: float) -> float:
+    if not 0 <= value < math.inf:  # min= of an option lets nan and inf through
+        raise typer.BadParameter(f"must be 0 or more, not {value}")
     return value
 
 
@@ -49,7 +56,9 @@ Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat templ
 System = Annotated[str | None, typer.Option(help="With --chat: the system message.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")]
 Samples = Annotated[int, typer.Option(min=1, help="Completions per prompt.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy, 1: unscaled.")]
+Temperature = Annotated[
+    float, typer.Option(callback=_check_temperature, help="Sampling temperature; 0: greedy, 1: unscaled.")
+]
 TopK = Annotated[int | None, typer.Option(min=1, help="Top-k sampling: the k most probable tokens.")]
 TopP = Annotated[
     float,

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from megalaunch.config.search_space import Categorical, Range
+
+MOST_VALUES = 1_000_000
+"""Of a range: Hydra makes a text of each, so that more would take minutes."""
 
 
 class GrammarError(ValueError):
@@ -60,6 +63,8 @@ def read_sweep(key: str, raw: str, names: Callable[[], list[str]]) -> Categorica
         return Categorical(tuple(sorted(sweep.filter(names()))))
     if getattr(sweep, "shuffle", False):
         raise GrammarError("shuffle has a new order in each run; use --sampler random, whose order is reproducible")
+    if isinstance(sweep, RangeSweep) and abs((sweep.stop or 0) - (sweep.start or 0)) > MOST_VALUES * abs(sweep.step):
+        raise GrammarError(f"{raw} has more than {MOST_VALUES:,} values; use interval(a,b) with --sampler random")
     return Categorical(tuple(dict.fromkeys(parsed.sweep_string_iterator())))
 
 
