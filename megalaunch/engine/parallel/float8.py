@@ -105,7 +105,10 @@ def update_float8_scales(model: ModelParts) -> None:
 
 
 def end_float8_step(model: ModelParts, mesh: Mesh) -> None:
-    """Compute the delayed scales of the next step. Collective over the ranks of a pipeline stage."""
+    """Compute the delayed scales of the next step, before an update. Collective over the ranks of a pipeline stage.
+
+    A step without an update makes no entry: the next one has its scales, and forgets its amaxes.
+    """
     for histories in _histories(model):
         histories.end_step(partial(_reduce_over_stage, mesh))
 

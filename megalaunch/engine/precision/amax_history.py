@@ -25,7 +25,7 @@ class AmaxHistories:
         amax_n3: Largest absolute values in this step so far, fp32.
         scale_n3: Scales of this step, fp32.
         is_known_n3: Whether a scale comes from an amax: no step has had one of an expert that got no token yet.
-        has_scales: False in the first step of a run, which scales by the current values.
+        has_scales: False until a step has made an entry; steps before that scale by the current values.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AmaxHistories:
         return found
 
     def begin_step(self) -> None:
-        """Forget the amaxes of passes since the last step: those of a validation make no entry."""
+        """Forget the amaxes of passes since the last entry: those of a validation or of a skipped step make none."""
         self.amax_n3.zero_()
 
     @torch.no_grad()
@@ -92,17 +92,18 @@ class AmaxHistories:
         entry = torch.where(amax.isfinite() & (amax > 0), amax, newest)
         self._history_nL3.copy_(torch.cat((entry.unsqueeze(1), self._history_nL3[:, :-1]), dim=1))
         self._compute_scales()
+        self.has_scales = True
 
     def restored(self) -> None:
-        """Compute the scales after a checkpoint was loaded into `states`."""
+        """Compute the scales after a checkpoint was loaded into `states`; there are none if no step made an entry."""
         self._compute_scales()
+        self.has_scales = bool(self.is_known_n3.any())
 
     def _compute_scales(self) -> None:
         amax = self._history_nL3.amax(dim=1)
         for operand, dtype in enumerate(self._dtypes):
             self.scale_n3[:, operand] = scale_from_amax(amax[:, operand], dtype, self._margin)
         self.is_known_n3.copy_(amax > 0)
-        self.has_scales = True
 
 
 class LayerAmax:
@@ -115,7 +116,7 @@ class LayerAmax:
 
     @property
     def has_scales(self) -> bool:
-        """False in the first step of a run."""
+        """False until a step has made an entry."""
         return self._histories.has_scales
 
     def record(self, operand: int, amax: Tensor) -> None:

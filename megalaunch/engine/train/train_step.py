@@ -6,7 +6,7 @@ squared gradient norm (one all-reduce), check that both are finite, update.
 In fp16 gradients that are not finite skip the update, and so does a norm above `optimizer.skip_step_grad_norm`: on all
 ranks alike, as the norm is that of all ranks. As in Megatron-LM a skipped step advances data, tokens and steps, and the
 routers' loads and biases, which depend on the forward pass alone; it does not advance the learning rate schedule and
-the optimizer's number of updates. A bad step (`bad_steps.py`) ends before its update.
+the optimizer's number of updates, and enters no amax history. A bad step (`bad_steps.py`) ends before its update.
 
 With `parallel.outer_steps` the R replicas share no gradients, but agree on everything else. Each divides its losses by
 1 / R of the global number of tokens, so that the mean of their gradients is the gradient of the mean token loss. Loss
@@ -156,7 +156,6 @@ class TrainStep:
         self._set_up_model(step)
         with self._observer.phase_scope("forward"):
             losses = self._forward_backward.train(batch, tokens, mtp_tokens)
-        end_float8_step(self._model, self._mesh)
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, bool(self._spec.parallel.sequence_parallel))
         squared_norms = self._in_own_place(local_grad_norm_sq(self._optimizer.parameters))
@@ -236,6 +235,7 @@ class TrainStep:
             rate, embedding_lr = rates
             norm = stats.replica_norms[self._replica] / self._updates.factor
             divisor = clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor
+            end_float8_step(self._model, self._mesh)
             self._optimizer.step(rate, divisor, embedding_lr)
             update_float8_scales(self._model)
         if self._outer is not None:

@@ -131,20 +131,6 @@ def dense_blocks(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("recompute.delayed_scales", "With delayed fp8 scales norm and activation are not recomputed.")
-def delayed_scales(at: RuleContext) -> Iterator[Violation]:
-    """The recomputed values would enter the amax history twice."""
-    precision = at.spec.precision
-    wrong = [module for module in ("activation", "norm") if module in _selected(at)]
-    if wrong and precision.compute_dtype == "fp8" and precision.fp8.recipe == "delayed":
-        yield Violation(
-            "recompute.modules",
-            f"recomputing {' and '.join(wrong)} is not supported with delayed fp8 scales",
-            {"modules": wrong},
-            (*_without(at, *wrong), {"precision.fp8.recipe": "tensorwise"}),
-        )
-
-
 @rule("recompute.chunk_by_stage", "recompute.num_layers is at most the layers of a stage.")
 def chunk_by_stage(at: RuleContext) -> Iterator[Violation]:
     """A larger number means all layers of the stage, which has a higher peak than chunks of 1."""

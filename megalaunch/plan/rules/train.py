@@ -161,20 +161,6 @@ def rewind_needs_checkpoints(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("train.skip_delayed_scaling", "bad_step_action=skip is not used with delayed fp8 scaling.")
-def skip_delayed_scaling(at: RuleContext) -> Iterator[Violation]:
-    """The amax histories keep the values of the bad step, of which later scales are made."""
-    precision = at.spec.precision
-    delayed = precision.compute_dtype == "fp8" and precision.fp8.recipe == "delayed"
-    if at.spec.train.bad_step_action == "skip" and delayed:
-        yield Violation(
-            "train.bad_step_action",
-            "a skipped step would leave its values in the amax histories of precision.fp8.recipe=delayed",
-            {"recipe": "delayed"},
-            ({"train.bad_step_action": "rewind"}, {"precision.fp8.recipe": "tensorwise"}),
-        )
-
-
 @rule("train.iterations_to_skip", "iterations_to_skip names steps of the run.")
 def iterations_to_skip(at: RuleContext) -> Iterator[Violation]:
     """A step after the last one is never reached."""

@@ -153,6 +153,15 @@ def test_recomputation_casts_again_to_the_same_numbers(one_rank):
         torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=0)
 
 
+def test_norms_and_activations_are_recomputed_to_the_same_numbers(one_rank):
+    """With delayed scales: a value that is cast again is no larger than before."""
+    recipe, expected = one_rank
+    found = run(float8_spec({}, recipe, recompute__granularity="selective", recompute__modules=["norm", "activation"]))
+    assert found.losses == expected.losses
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=0)
+
+
 def test_fp8_rounds_and_leaves_layers_in_bf16_alone(one_rank):
     recipe, expected = one_rank
     whole = run(float8_spec({}, recipe, precision__compute_dtype="fp32"))

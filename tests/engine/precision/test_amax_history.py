@@ -65,6 +65,16 @@ def test_passes_between_steps_make_no_entry():
     assert step(histories, 4.0) == 448 / 4
 
 
+def test_before_the_first_entry_there_are_no_scales_after_a_resume_either():
+    histories = made()
+    histories.begin_step()
+    histories.of_layer("layers.0.b").record(0, torch.tensor([[100.0]]))  # of a skipped step
+    histories.restored()
+    assert not histories.has_scales
+    assert step(histories, 4.0) == 448 / 4
+    assert histories.has_scales
+
+
 def test_the_maximum_over_ranks_counts():
     histories = made()
     histories.end_step(lambda amax: torch.full_like(amax, 14.0))

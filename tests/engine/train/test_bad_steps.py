@@ -95,6 +95,22 @@ def test_a_skipped_spike_is_a_batch_left_out(spec, tmp_path):
         assert ours == {key: pytest.approx(value, rel=1e-4) for key, value in theirs.items()}
 
 
+DELAYED = {"precision.compute_dtype": "fp8", "precision.emulate": True, "precision.fp8.recipe": "delayed"}
+
+
+@pytest.mark.slow  # test_skip_step.py compares the histories of three steps
+def test_a_skipped_spike_leaves_no_amax_behind(spec, tmp_path):
+    """To the bit, and in a run that is resumed from a checkpoint right after the skipped step."""
+    spec = with_values(spec, DELAYED)
+    named = done(spec, tmp_path / "named", train__iterations_to_skip=(BAD,), train__check_for_spiky_loss=False)
+    found = done(spec, tmp_path / "found", train__bad_step_action="skip")
+    assert any(name.endswith("amax_history") for name in tensors(found))
+    assert_same(found, named)
+    parts = done(spec, tmp_path / "parts", train__bad_step_action="skip", train__exit_at_step=BAD)
+    done(spec, parts, train__bad_step_action="skip")
+    assert_same(parts, named)
+
+
 def test_a_rewind_leaves_out_batches_and_is_exact_on_resume(spec, tmp_path):
     left_out = (BAD - 2, BAD - 1, BAD)
     named = done(spec, tmp_path / "named", train__iterations_to_skip=left_out, train__check_for_spiky_loss=False)

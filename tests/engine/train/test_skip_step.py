@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from float8_runs import float8_spec
 from forked_ranks import run_ranks
 from oracle import STEPS, WARMUP, RandomSamples, small_spec
+from resumed_run import Run
 
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
@@ -49,3 +51,28 @@ def test_steps_with_a_large_norm_are_skipped():
         updates += not skipped
         assert skipped_steps == number - updates
     assert 0 < updates < STEPS
+
+
+def _histories(spec: RunSpec) -> list[tuple[bool, bool]]:
+    """Of each step: whether it was skipped, and whether amax histories and scales stayed."""
+    run, told = Run(spec), []
+    (histories,) = (part.amax_histories for part in run.model.parts)
+
+    def state() -> tuple[torch.Tensor, ...]:
+        return *(one.clone() for one in histories.states().values()), histories.scale_n3.clone()
+
+    for number in range(1, STEPS + 1):
+        before, had_scales = state(), histories.has_scales
+        result = run.step.run(number, run.batches.get(number, STEPS))
+        same = all(map(torch.equal, before, state())) and histories.has_scales == had_scales
+        told.append((result.skipped, same))
+    return told
+
+
+def test_a_skipped_step_enters_no_amax_history():
+    spec = float8_spec({"dp": 2}, "delayed")
+    limit = sorted(norm for norm, *_ in run_ranks(2, _steps, spec)[0])[1]
+    told = run_ranks(2, _histories, with_values(spec, {"optimizer.skip_step_grad_norm": limit}))
+    assert told[0] == told[1]
+    assert {skipped for skipped, _ in told[0]} == {False, True}
+    assert all(skipped == same for skipped, same in told[0])

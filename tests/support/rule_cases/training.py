@@ -91,9 +91,6 @@ OPTIMIZER = {
         "train.bad_step_action=rewind checkpoint.interval=0", "train.bad_step_action=skip checkpoint.interval=0"
     ),
     "train.iterations_to_skip": Case("train.iterations_to_skip=[21]", "train.iterations_to_skip=[20]"),
-    "train.skip_delayed_scaling": Case(
-        "train.bad_step_action=skip", "train.bad_step_action=rewind", (*TINY, *FP8, "precision.fp8.recipe=delayed")
-    ),
     "train.sample_idle": Case("train.sample_prompt=null", "train.sample_prompt=a"),
 }
 PROFILING = {
@@ -265,9 +262,6 @@ RECOMPUTE = {
         "recompute.modules=[mlp]",
         "recompute.modules=[mlp] model.moe.first_k_dense_replace=1",
         (*MIXTRAL, "recompute.granularity=selective"),
-    ),
-    "recompute.delayed_scales": Case(
-        "recompute.modules=[norm]", "recompute.modules=[attention]", (*SELECTIVE, *FP8, "precision.fp8.recipe=delayed")
     ),
     "recompute.chunk_by_stage": Case(
         "recompute.num_layers=3", "recompute.num_layers=2", (*TINY, "recompute.granularity=full")
