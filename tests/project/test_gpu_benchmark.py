@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "benchmarks"))
 
 import gpu  # noqa: E402
+from gpu_parts.parts import PARTS, Part, share_of  # noqa: E402
 from gpu_parts.report import report  # noqa: E402
 from gpu_parts.setting import Setting  # noqa: E402
+from gpu_parts.worker import NEXT_PROCESS  # noqa: E402
 
 SMALL = Setting("cpu", small=True, compile=False)
 CHOSEN = ("kernels: SwiGLU", "training: 8B shape, 4 layers, 2048, bf16")
@@ -49,7 +52,7 @@ def test_the_parts_hold_every_kernel_ceiling_and_workload():
     from gpu_parts.workloads import WORKLOADS
 
     cases = {}
-    for part in gpu.PARTS:
+    for part in PARTS:
         cases.setdefault(part.kind, []).extend(part.cases)
     assert cases["ceilings"] == list(ceilings(SMALL))
     assert cases["kernels"] == list(KERNELS)
@@ -86,38 +89,125 @@ def test_ceilings_are_rates():
 @pytest.fixture
 def known_machine(monkeypatch):
     """Finding the versions takes a process that imports torch."""
-    monkeypatch.setattr(gpu, "_machine", lambda setting: "a machine")
+    monkeypatch.setattr(gpu, "_machine", lambda setting: ("a machine", ""))
+
+
+def part(kind, *cases, seconds=60):
+    return Part(kind, dict.fromkeys(cases, seconds), "group")
 
 
 @pytest.mark.usefixtures("known_machine")
 def test_a_part_without_time_is_left_out_and_said(tmp_path):
-    results = gpu.measure([gpu.Part("kernels", ("RMSNorm", "rope"), 60)], SMALL, tmp_path, 0.0)
-    assert [row["left_out"] for row in results.rows] == ["takes about 60 s, and 0 s are left"] * 2
-    assert "left out: kernels: rope: takes about 60 s" in (tmp_path / "report.md").read_text()
+    results = gpu.measure([part("kernels", "RMSNorm", "rope")], SMALL, tmp_path, 0.0)
+    assert [row["left_out"] for row in results.rows] == ["takes about 72 s, and 0 s are left"] * 2
+    assert "left out: kernels: rope: takes about 72 s" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.usefixtures("known_machine")
-def test_a_case_that_ends_its_process_costs_no_other_case(tmp_path, monkeypatch):
-    def run(kind, setting, out, cases, log, seconds):
-        if cases[0] == "b":
-            return -11
-        done = cases[: cases.index("b")] if "b" in cases else cases
-        out.write_text("".join(json.dumps({"kind": kind, "case": case, "wall": 1.0}) + "\n" for case in done))
-        return -11 if "b" in cases else 0
+WORKER = """
+import json, subprocess, sys, time
+kind, setting, out, *cases = sys.argv[1:]
+for number, case in enumerate(cases):
+    if case == "dies":
+        sys.exit(7)
+    if case == "hangs":
+        child = subprocess.Popen(["sleep", "60"])
+        open({child!r}, "w").write(str(child.pid))
+        time.sleep(60)
+    if case == "leaks" and number:
+        sys.exit({next_process})
+    open(out, "a").write(json.dumps({{"kind": kind, "case": case, "wall": 0.1, "with": cases}}) + "\\n")
+"""
 
-    monkeypatch.setattr(gpu, "_run_process", run)
-    rows = gpu.measure([gpu.Part("x", ("a", "b", "c"), 1)], SMALL, tmp_path, 30.0).rows
-    assert [row["case"] for row in rows] == ["a", "b", "c"]
-    assert rows[1]["failed"] == "the process ended with -11; see log.txt"
-    assert "failed" not in rows[2]
+
+@pytest.fixture
+def rows_of(tmp_path, monkeypatch, known_machine):
+    """Measure cases in processes that do what the name of a case says."""
+    program = tmp_path / "program.py"
+    program.write_text(WORKER.format(next_process=NEXT_PROCESS, child=str(tmp_path / "child")))
+
+    def start(kind, setting, out, cases, log):
+        command = [sys.executable, "-S", str(program), kind, "", str(out), *cases]
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    monkeypatch.setattr(gpu, "_start", start)
+    monkeypatch.setattr(gpu, "START_SECONDS", 0)
+    monkeypatch.setattr(gpu, "_SPARE_SECONDS", 1.0)
+    return lambda *cases: gpu.measure([part("x", *cases, seconds=0)], SMALL, tmp_path, 30.0).rows
 
 
-def test_a_process_past_its_limit_is_stopped_with_what_it_started(tmp_path):
-    rows = []
-    with open(tmp_path / "log.txt", "w") as log:
-        for part in [gpu.Part("kernels", ("RMSNorm", "rope"), 60)]:
-            rows += gpu._run_part(part, SMALL, log, left=0.05)
-    assert [row.get("failed") or row["left_out"] for row in rows] == ["stopped at its time limit", "no time was left"]
+def test_the_cases_of_a_part_share_a_process(rows_of):
+    assert [row["with"] for row in rows_of("a", "b")] == [["a", "b"]] * 2
+
+
+def test_a_case_that_ends_its_process_costs_no_other_case(rows_of):
+    rows = rows_of("a", "dies", "b", "c")
+    assert [row["case"] for row in rows] == ["a", "dies", "b", "c"]
+    assert rows[1]["failed"] == "the process ended with 7; see log.txt"
+    assert [row["with"] for row in rows[2:]] == [["b", "c"]] * 2
+
+
+def test_a_case_that_hangs_is_stopped_with_what_it_started_and_costs_no_other_case(rows_of, tmp_path):
+    rows = rows_of("a", "hangs", "b")
+    assert [row.get("failed") for row in rows] == [None, "stopped at its time limit", None]
+    status = Path(f"/proc/{(tmp_path / 'child').read_text()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_process_that_would_disturb_the_next_case_is_replaced(rows_of):
+    rows = rows_of("a", "leaks", "b")
+    assert [row["with"] for row in rows] == [["a", "leaks", "b"], ["leaks", "b"], ["leaks", "b"]]
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 5])
+def test_the_shares_of_several_commands_are_all_cases(of):
+    shares = [share_of(PARTS, number + 1, of) for number in range(of)]
+    assert sorted(id(one) for share in shares for one in share) == sorted(map(id, PARTS))
+    for share in shares:  # in order, and no group apart
+        assert share == [one for one in PARTS if one in share]
+        assert not {one.group for one in share} & {one.group for one in PARTS if one not in share}
+
+
+def test_three_commands_measure_everything_in_nine_minutes_each():
+    assert max(sum(one.seconds for one in share_of(PARTS, number, 3)) for number in (1, 2, 3)) < 520
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0"])
+def test_a_wrong_share_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", "x", "--part", text])
+    assert f"'{text}' is not K/N" in capsys.readouterr().err
+
+
+def results(folder, card, *rows):
+    folder.mkdir()
+    found = [{"kind": "kernels", "case": case, **row} for case, row in rows]
+    (folder / "results.json").write_text(json.dumps({"machine": f"on {card}", "card": card, "results": found}))
+    return str(folder)
+
+
+def kernel(milliseconds):
+    return {"wall": 1.0, "fp8": False, "forms": {"ours": {"milliseconds": milliseconds, "error": 0.0}}}
+
+
+def test_results_of_several_commands_are_merged_into_one_table(tmp_path, capsys):
+    first = results(tmp_path / "1", "A", ("rope", kernel(1.0)), ("SwiGLU", {"left_out": "no time"}))
+    second = results(tmp_path / "2", "A", ("SwiGLU", kernel(2.0)), ("rope", {"failed": "out of memory"}))
+    assert gpu.main(["--out", str(tmp_path / "all"), "--merge", first, second]) == 0
+    table = (tmp_path / "all" / "report.md").read_text()
+    assert table.strip() == capsys.readouterr().out.strip()
+    assert "| rope | ours | 1.000 |" in table
+    assert "| SwiGLU | ours | 2.000 |" in table
+    assert "failed" not in table
+    assert "left out" not in table
+    assert len(json.loads((tmp_path / "all" / "results.json").read_text())["results"]) == 2
+
+
+def test_results_of_two_cards_are_not_merged(tmp_path, capsys):
+    folders = [results(tmp_path / card, card, ("rope", kernel(1.0))) for card in ("A", "B")]
+    for wrong, said in ((folders, "several cards: A, B"), ([str(tmp_path)], "no results.json in")):
+        with pytest.raises(SystemExit):
+            gpu.main(["--out", str(tmp_path / "all"), "--merge", *wrong])
+        assert said in capsys.readouterr().err
 
 
 def test_the_report_of_a_card():
@@ -143,12 +233,61 @@ def test_the_report_of_a_card():
             "peak_gb": 46.6,
             "planned_gb": 46.5,
         },
+        {
+            "kind": "transformers",
+            "case": "Llama-3.2-1B, 8192, bf16",
+            "tokens_per_second": 25000.0,
+            "step_seconds": 4.0,
+            "peak_gb": 60.0,
+        },
         {"kind": "checks", "case": "gpu tests", "tests": 3, "skipped": 1, "failures": {"test_a": "\nE  wrong\n"}},
         {"kind": "checks", "case": "quickstart", "failed": "exit code 5"},
     ]
-    found = report(rows, "a card")
+    found = report(rows, "a card", "NVIDIA H200")
     assert "| RMSNorm | ours | 0.100 | 50% | 1.0e-03 |" in found
     assert "| RMSNorm | liger | | | ImportError: a/b |" in found
-    assert "| Llama-3.2-1B, 8192, bf16 | 50,000 | 50.0% | 100.0% | 2.000 | 1.000 | 46.6 | 46.5 |" in found
+    assert (
+        "| Llama-3.2-1B, 8192, bf16 | 50,000 | | 2.00 | 50.0% | 2.000 | 1.000, -50.0% | 46.6 | 46.5, -0.2% | 60.0 |"
+    ) in found
+    assert "| transformers: Llama-3.2-1B, 8192, bf16 | 25,000 | | | | 4.000 | | 60.0 | | |" in found
+    assert "bars" not in found
     assert "gpu tests: 3, 1 failed, 1 skipped\n  test_a: E  wrong" in found
     assert "failed: checks: quickstart: exit code 5" in found
+
+
+def step(case, tokens, mfu, planned_seconds=1.0, planned_gb=50.0):
+    row = {"kind": "training", "case": case, "tokens_per_second": tokens, "mfu_causal": mfu, "step_seconds": 1.0}
+    return {**row, "planned_seconds": planned_seconds, "peak_gb": 50.0, "planned_gb": planned_gb}
+
+
+def test_bars_are_judged_on_the_card_that_they_are_stated_for():
+    rows = [
+        step("8B shape, 4 layers, 8192, bf16", 100.0, 0.6, planned_seconds=1.099, planned_gb=52.4),
+        step("8B shape, 4 layers, 8192, fp8", 131.0, 0.7, planned_seconds=0.89, planned_gb=47.4),
+        step("Llama-3.2-1B, 8192, bf16", 100.0, 0.519),
+        step("Llama-3.2-1B, 8192, fp8", 129.0, 0.7),
+        step("GPT-2 124M, 2048, bf16", 100.0, 0.3),
+        step("GPT-2 124M, 2048, fp8", 100.0, 0.3),
+    ]
+    found = report(rows, "a machine", "NVIDIA H100 80GB HBM3")
+    cells = {line.split(" | ")[0][2:]: [cell.strip() for cell in line.split("|")[3:]] for line in found.splitlines()}
+    assert cells["8B shape, 4 layers, 8192, bf16"][2] == "60.0% (met: 60%)"
+    assert cells["8B shape, 4 layers, 8192, bf16"][4] == "1.099, +9.9% (met: 10%)"
+    assert cells["8B shape, 4 layers, 8192, bf16"][6] == "52.4, +4.8% (met: 5%)"
+    assert cells["8B shape, 4 layers, 8192, fp8"][0] == "1.31 (met: 1.3x)"
+    assert cells["8B shape, 4 layers, 8192, fp8"][2] == "70.0%"
+    assert cells["8B shape, 4 layers, 8192, fp8"][4] == "0.890, -11.0% (MISSED: 10%)"
+    assert cells["8B shape, 4 layers, 8192, fp8"][6] == "47.4, -5.2% (MISSED: 5%)"
+    assert cells["Llama-3.2-1B, 8192, bf16"][2] == "51.9% (MISSED: 52%)"
+    assert cells["Llama-3.2-1B, 8192, fp8"][0] == "1.29 (MISSED: 1.3x)"
+    assert cells["GPT-2 124M, 2048, bf16"][2] == "30.0%"
+    assert cells["GPT-2 124M, 2048, fp8"][0] == "1.00"
+    assert "bars of one H100: 12 met, 4 missed" in found
+
+
+@pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB", ""])
+def test_another_card_gets_figures_without_verdict(card):
+    found = report([step("Llama-3.2-1B, 8192, bf16", 100.0, 0.1)], "a machine", card)
+    assert "| 10.0% |" in found
+    assert "met" not in found
+    assert "MISSED" not in found

@@ -11,9 +11,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.setting import Setting
+from gpu_parts.setting import ROOT, Setting
 
-_ROOT = Path(__file__).resolve().parents[3]
 _SECONDS = 240
 _MEGALAUNCH = "from megalaunch.cli.main import main; main()"
 
@@ -42,9 +41,9 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
         if setting.device != "cuda":
             command.append("--collect-only")
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-        marked = [str(file) for file in (_ROOT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
+        marked = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
         done = subprocess.run(
-            [*command, *sorted(marked)], cwd=_ROOT, capture_output=True, text=True, timeout=_SECONDS, env=environment
+            [*command, *sorted(marked)], cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS, env=environment
         )
         if not report.is_file() or setting.device != "cuda":
             collected = [line for line in done.stdout.splitlines() if "::" in line]

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from gpu_parts.bars import Verdicts
+
 Row = dict[str, Any]
 
 
-def report(results: Sequence[Row], machine: str) -> str:
+def report(results: Sequence[Row], machine: str, card: str) -> str:
     """Return the tables of all parts that were measured, what failed and what was left out."""
+    verdicts = Verdicts(card)
     measured = [row for row in results if not row.keys() & {"failed", "left_out"}]
     blocks = [
         [machine],
         list(_ceilings([row for row in measured if row["kind"] == "ceilings"])),
         list(_kernels([row for row in measured if row["kind"] == "kernels"], _ceiling_rates(measured))),
-        list(_steps(measured)),
+        list(_steps(measured, verdicts)),
         list(_checks([row for row in measured if row["kind"] == "checks"])),
         [
             f"failed: {row['kind']}: {row['case']}: {row['failed'].splitlines()[0]}"
@@ -63,24 +66,51 @@ def _kernels(rows: Sequence[Row], ceilings: dict[str, float]) -> Iterator[str]:
             yield f"| {row['case']} | {form} | {found['milliseconds']:.3f} | {share} | {found['error']:.1e} |"
 
 
-def _steps(measured: Sequence[Row]) -> Iterator[str]:
-    rows = [row for row in measured if row["kind"] in ("training", "transformers")]
+def _steps(measured: Sequence[Row], verdicts: Verdicts) -> Iterator[str]:
+    """Training steps, each beside bf16, transformers and the planner."""
+    rows = {(row["kind"], row["case"]): row for row in measured if row["kind"] in ("training", "transformers")}
     if not rows:
         return
-    yield "| model, sequence, precision | tokens/s | causal MFU | planned | step s | planned | peak GB | planned |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for row in rows:
-        ours = row["kind"] == "training"
-        name = row["case"] if ours else f"transformers: {row['case']}"
-        planned = row.get("planned_seconds")
-        mfu = f"{row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
-        planned_mfu = f"{row['mfu_causal'] * row['step_seconds'] / planned:.1%}" if planned and mfu else ""
-        seconds = f"{planned:.3f}" if planned else ""
-        memory = f"{row['planned_gb']:.1f}" if ours else ""
-        yield (
-            f"| {name} | {row['tokens_per_second']:,.0f} | {mfu} | {planned_mfu} | {row['step_seconds']:.3f} "
-            f"| {seconds} | {row['peak_gb']:.1f} | {memory} |"
-        )
+    yield (
+        "| model, sequence, precision | tokens/s | to bf16 | to transformers | causal MFU | step s | planned | peak GB "
+        "| planned | transformers |"
+    )
+    yield "| --- " + "| ---: " * 9 + "|"
+    for (kind, case), row in rows.items():
+        if kind == "training":
+            cells = _cells_of_ours(row, rows.get((kind, case.replace("fp8", "bf16"))), verdicts)
+            other = rows.get(("transformers", case))
+            cells[1] = _ratio(row, other)
+            cells.append("" if other is None else f"{other['peak_gb']:.1f}")
+        else:
+            case, cells = (
+                f"transformers: {case}",
+                ["", "", "", f"{row['step_seconds']:.3f}", "", f"{row['peak_gb']:.1f}", "", ""],
+            )
+        yield f"| {case} | {row['tokens_per_second']:,.0f} | {' | '.join(cells)} |".replace("  ", " ")
+    if counts := verdicts.summary():
+        yield ""
+        yield counts
+
+
+def _cells_of_ours(row: Row, in_bf16: Row | None, verdicts: Verdicts) -> list[str]:
+    """Return the cells behind the tokens per second but for those of transformers."""
+    to_bf16 = ""
+    if in_bf16 is not None and in_bf16 is not row:
+        ratio = row["tokens_per_second"] / in_bf16["tokens_per_second"]
+        to_bf16 = f"{ratio:.2f}{verdicts.fp8_speed(row, ratio)}"
+    mfu = f"{row['mfu_causal']:.1%}{verdicts.mfu(row)}" if "mfu_causal" in row else ""
+    planned = ""
+    if "planned_seconds" in row:
+        error = row["planned_seconds"] / row["step_seconds"] - 1
+        planned = f"{row['planned_seconds']:.3f}, {error:+.1%}{verdicts.time(error)}"
+    error = row["planned_gb"] / row["peak_gb"] - 1
+    memory = f"{row['planned_gb']:.1f}, {error:+.1%}{verdicts.memory(error)}"
+    return [to_bf16, "", mfu, f"{row['step_seconds']:.3f}", planned, f"{row['peak_gb']:.1f}", memory]
+
+
+def _ratio(row: Row, other: Row | None) -> str:
+    return "" if other is None else f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}"
 
 
 def _checks(rows: Sequence[Row]) -> Iterator[str]:
