@@ -14,6 +14,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from oracle import Prepare, joined_stages, on_ranks, small_spec
+from resumed_run import loaded, saved_and_gone_on
 
 from megalaunch.engine.precision import policy
 from megalaunch.engine.precision.float8 import _Blocks
@@ -35,6 +36,18 @@ def train(spec: Any, every_stage: bool, prepare: Prepare | None = None) -> Any:
 
 def run(spec: Any) -> Any:
     return joined_stages(run_ranks(spec.cluster.devices_per_node, train, spec, True))
+
+
+def saved(spec: Any, root: Any) -> Any:
+    """The numbers of a run that saves after two steps and goes on."""
+    policy._FORMATS["fp8"] = torch.float32
+    return saved_and_gone_on(spec, root, False)
+
+
+def resumed(spec: Any, checkpoint: Any) -> Any:
+    """The numbers of a run that goes on from this checkpoint."""
+    policy._FORMATS["fp8"] = torch.float32
+    return loaded(spec, checkpoint)
 
 
 def assert_close(found: Any, expected: Any) -> None:

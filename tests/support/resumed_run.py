@@ -85,3 +85,11 @@ def loaded(spec: RunSpec, checkpoint: Path) -> Numbers:
     assert restore_run(checkpoint, spec.model, run.model, run.optimizer).step == SAVED
     run.model.copy_embedding()
     return run.after()
+
+
+def loaded_states(spec: RunSpec, checkpoint: Path) -> dict[str, tuple[str, torch.Tensor]]:
+    """Load into a model that has no weights yet; the dtype and the whole values of every state of this stage."""
+    run = Run(spec, loads=True)
+    restore_run(checkpoint, spec.model, run.model, run.optimizer)
+    states = state_tensors(run.model, run.optimizer)
+    return {name: (str(tensor.dtype), whole(name, tensor, spec).float()) for name, tensor in states.items()}

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from forked_ranks import run_ranks
 from random_layouts import Layout, name_of, random_layouts, ranks_of, smallest_sizes, spec_of
-from resumed_run import SAVED, Numbers, loaded, saved_and_gone_on
+from resumed_run import SAVED, Numbers, loaded, loaded_states, saved_and_gone_on
 from slow_cases import slow_but
 
+from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -97,6 +98,36 @@ def test_other_optimizers_go_on_under_another_layout(tmp_path, name):
     expected = joined(2, saved_and_gone_on, spec_of({**ONE, "parallel__tp": 2}, **made), tmp_path, True)
     checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
     assert_close(joined(2, loaded, spec_of({**ONE, **ZERO3, "parallel__dp": 2}, **made), checkpoint), expected)
+
+
+IN_BF16 = {f"precision__{key}": "bf16" for key in ("compute_dtype", "exp_avg_dtype", "main_params_dtype")}
+TP2: Layout = {**ONE, "parallel__tp": 2, "parallel__sequence_parallel": True}
+DP2_ZERO3: Layout = {**ONE, **ZERO3, "parallel__dp": 2}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(DP2_ZERO3, TP2, id="zero3 to tp2"),
+        pytest.param(TP2, {**ONE, "parallel__pp": 2, "parallel__schedule": "1f1b"}, id="tp2 to pp2",
+                     marks=pytest.mark.slow),
+        pytest.param(EP4, {**DP2_ZERO3, "parallel__ep": 2}, id="ep4 to ep2 zero3", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_moments_and_main_params_in_bf16_go_on_under_another_layout(tmp_path, first, second):
+    """To the bit; the losses after it to the rounding of bf16, as layouts round other partial sums."""
+    made = {**(EXPERTS if first is EP4 else {"model__num_layers": 2}), **IN_BF16}
+    expected = joined(ranks_of(first), saved_and_gone_on, spec_of(first, **made), tmp_path, False)
+    checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
+    tensors, spec = read_tensors(checkpoint), spec_of(second, **made)
+    found = {name: state for rank in run_ranks(ranks_of(second), loaded_states, spec, checkpoint)
+             for name, state in rank.items()}  # fmt: skip
+    assert found.keys() == tensors.keys()
+    for name, (dtype, values) in found.items():
+        assert dtype == str(tensors[name].dtype) == "torch.bfloat16", name
+        assert np.array_equal(values, tensors[name].float().numpy()), name
+    losses = joined(ranks_of(second), loaded, spec, checkpoint).losses
+    np.testing.assert_allclose(losses, expected.losses, rtol=2e-3)
 
 
 def assert_close(found: Numbers, expected: Numbers) -> None:

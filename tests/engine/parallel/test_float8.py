@@ -17,9 +17,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, float8_spec, run, train
+from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, float8_spec, resumed, run, saved, train
 from forked_ranks import run_ranks
-from resumed_run import Run, loaded, saved_and_gone_on
+from resumed_run import Run
 from slow_cases import slow_but
 
 from megalaunch.engine.parallel import compile as compiling
@@ -171,33 +171,28 @@ def test_fp8_rounds_and_leaves_layers_in_bf16_alone(one_rank):
     assert run(spec).losses == whole.losses
 
 
-def _trained_on(spec: Any, root: Any) -> Any:
-    policy._FORMATS["fp8"] = torch.float32
-    return saved_and_gone_on(spec, root, False)
-
-
 @pytest.mark.parametrize("layout", slow_but(["one rank", "tp2 sp"], "one rank"))
 def test_delayed_scales_resume(layout, tmp_path):
     """The amax histories are in the checkpoint: a resumed run goes on to the bit, under another layout as nearly."""
     one = float8_spec({}, "delayed")
-    (through,) = run_ranks(1, _trained_on, one, tmp_path)
+    (through,) = run_ranks(1, saved, one, tmp_path)
     (checkpoint,) = tmp_path.rglob("step_00000002")
     spec = one if layout == "one rank" else float8_spec(LAYOUTS[layout], "delayed")
-    resumed = run_ranks(spec.cluster.devices_per_node, _resumed, spec, checkpoint)[0]
+    found = run_ranks(spec.cluster.devices_per_node, resumed, spec, checkpoint)[0]
     tolerance = 0.0 if layout == "one rank" else 1e-4
-    assert resumed.losses == pytest.approx(through.losses, rel=tolerance, abs=0)
+    assert found.losses == pytest.approx(through.losses, rel=tolerance, abs=0)
 
 
 @pytest.mark.slow
 def test_delayed_scales_beside_layers_in_bf16(tmp_path):
     """A history belongs to a layer: those in bf16 have none, and under pp2 none is in the first stage."""
     ends = {"precision__fp8": {"recipe": "delayed", "first_layers_bf16": 2, "last_layers_bf16": 1}}
-    (through,) = run_ranks(1, _trained_on, float8_spec({}, "delayed", **ends), tmp_path)
+    (through,) = run_ranks(1, saved, float8_spec({}, "delayed", **ends), tmp_path)
     (checkpoint,) = tmp_path.rglob("step_00000002")
     histories = [name for name in read_tensor_index(checkpoint) if name.startswith("fp8.")]
     assert {name.split(".")[2] for name in histories} == {"2"}
     assert len(histories) == 7
-    ranks = run_ranks(2, _resumed, float8_spec(FINE_LAYOUTS["pp2"], "delayed", **ends), checkpoint)
+    ranks = run_ranks(2, resumed, float8_spec(FINE_LAYOUTS["pp2"], "delayed", **ends), checkpoint)
     found = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
     assert_close(replace(ranks[0], gradients=found), through)
 
@@ -220,16 +215,11 @@ def test_shape_inference_of_a_pipeline_makes_no_entry():
         np.testing.assert_allclose(amaxes, expected[name], rtol=1e-2, err_msg=name)  # gradients in fp8 may step
 
 
-def _resumed(spec: Any, checkpoint: Any) -> Any:
-    policy._FORMATS["fp8"] = torch.float32
-    return loaded(spec, checkpoint)
-
-
 @pytest.mark.slow
 def test_a_run_that_loses_its_histories_goes_on_with_other_numbers(tmp_path, monkeypatch):
     """What the test above would not notice otherwise."""
     one = float8_spec({}, "delayed", optimizer__lr=0.02)
-    (through,) = run_ranks(1, _trained_on, one, tmp_path)
+    (through,) = run_ranks(1, saved, one, tmp_path)
     (checkpoint,) = tmp_path.rglob("step_00000002")
     monkeypatch.setattr(AmaxHistories, "restored", lambda histories: None)
-    assert run_ranks(1, _resumed, one, checkpoint)[0].losses != through.losses
+    assert run_ranks(1, resumed, one, checkpoint)[0].losses != through.losses

@@ -8,9 +8,12 @@ from typing import Any
 
 import oracle
 import pytest
-from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, run
+from float8_runs import SMALL_BLOCKS, WIDTH, assert_close, fine_spec, resumed, run, saved
+from forked_ranks import run_ranks
+from resumed_run import loaded_states
 from slow_cases import rotating, slow_but
 
+from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.engine.precision import float8
 
 EXPERTS = {"model__moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 2 * WIDTH}}
@@ -48,3 +51,30 @@ def test_layouts_agree(recipe, layout, one_rank_of, monkeypatch):
     monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
     monkeypatch.setattr(float8, "_BLOCKS", {**float8._BLOCKS, **SMALL_BLOCKS})
     assert_close(run(fine_spec(LAYOUTS[layout], recipe, **EXPERTS)), one_rank_of(recipe))
+
+
+RESUMED = [("one rank", "one rank"), ("one rank", "ep2 over tp2"), ("ep2 over tp2", "one rank"), *(
+    ("ep2 over tp2", layout) for layout in ("etp2 over tp2", "dp2 zero3", "pp2")
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), slow_but(RESUMED, ("ep2 over tp2", "one rank"), every=[("one rank", "ep2 over tp2")])
+)
+def test_delayed_scales_of_experts_resume(first, second, tmp_path, monkeypatch):
+    """Each expert's history is in the checkpoint, whichever rank recorded it, and goes to the ranks that hold it."""
+    monkeypatch.setattr(oracle, "SEQUENCE", 4 * WIDTH)
+    before, after = (fine_spec(LAYOUTS.get(layout, {}), "delayed", **EXPERTS) for layout in (first, second))
+    through = run_ranks(before.cluster.devices_per_node, saved, before, tmp_path)[0]
+    (checkpoint,) = tmp_path.rglob("step_00000002")
+    histories = {name: state for name, state in read_tensors(checkpoint).items() if name.startswith("fp8.")}
+    of_experts = [state for name, state in histories.items() if "experts" in name]
+    assert len(of_experts) == 2 * 3, "of three matrices in each of two layers"
+    assert all((state[:, :2] > 0).all() for state in of_experts), "of each expert, in both steps"
+    ranks = run_ranks(after.cluster.devices_per_node, loaded_states, after, checkpoint)
+    for name, state in histories.items():
+        found = [rank[name][1] for rank in ranks if name in rank]
+        assert found
+        assert all((values == state.numpy()).all() for values in found), name
+    numbers = run_ranks(after.cluster.devices_per_node, resumed, after, checkpoint)[0]
+    assert numbers.losses == pytest.approx(through.losses, rel=0.0 if first == second else 1e-4, abs=0)
