@@ -52,3 +52,19 @@ def test_a_model_that_fits_nowhere_has_no_best():
     assert result.exit_code == 2
     assert "0 are valid and fit" in result.stdout
     assert "dropped: memory.fits" in result.stdout
+
+
+def test_what_the_engine_refuses_has_no_place_and_no_speed():
+    shown = invoke("recipe=llama3_8b", "train.cuda_graphs=true", "parallel=cp2zero3")
+    assert shown.exit_code == 0, shown.output
+    rows = [line for line in shown.stdout.splitlines() if " dp" in line]
+    assert rows
+    assert not [row for row in rows if "zero3" in row or "cp" in row or "pp" in row]
+    assert "this run's)" not in shown.stdout
+    own = "not among them: it violates the rule train.cuda_graphs_layout: attention of context parallelism (cp=2)"
+    assert own in shown.stdout
+    none = invoke("recipe=mixtral_8x7b", "train.cuda_graphs=true")
+    assert none.exit_code == 2
+    assert "refuses every layout" in none.stderr
+    assert "[train.cuda_graphs_model]" in none.stderr
+    assert "tokens/s" not in none.output

@@ -61,7 +61,7 @@ def plan(
     if search:
         from megalaunch.cli.plan.search import show_search
 
-        show_search(spec, composition.origins, devices, as_json)
+        show_search(spec, devices, as_json)
         return
     if not show_plan(resolution, composition.origins, budget, as_json, show_assumptions):
         raise typer.Exit(2)

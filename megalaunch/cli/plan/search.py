@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,7 +12,6 @@ import typer
 from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
-    from megalaunch.plan.check import HasOrigin
     from megalaunch.plan.search import Difference, Found, SearchResult
     from megalaunch.schema import RunSpec
 
@@ -21,9 +20,7 @@ _GIB = 2**30
 _REASONS = 3
 
 
-def show_search(
-    spec: RunSpec, origins: Mapping[str, HasOrigin], devices: int | None, as_json: bool, shown: int = SHOWN
-) -> None:
+def show_search(spec: RunSpec, devices: int | None, as_json: bool, shown: int = SHOWN) -> None:
     """Search the layouts of a resolved spec and print the best; exit code 2 when none can run."""
     from megalaunch.cli.output.progress import percent_progress
     from megalaunch.plan.search import SearchError, search
@@ -33,29 +30,10 @@ def show_search(
         result = search(spec, devices, percent_progress("searching layouts"))
     except SearchError as error:
         fail(str(error))
-    best = validated(result, origins, shown)
+    best = result.ranked[:shown]
     typer.echo(search_json(result, best) if as_json else search_text(result, best))
     if not best:
         raise typer.Exit(2)
-
-
-def validated(result: SearchResult, origins: Mapping[str, HasOrigin], count: int) -> list[Found]:
-    """Return the first `count` layouts without errors of layout rules or memory; other errors are the run's own."""
-    from megalaunch.plan.check import check
-    from megalaunch.plan.rules.registry import RULES
-    from megalaunch.plan.rules.suggestions import suggestions_disabled
-    from megalaunch.plan.search.filter import LAYOUT_RULE_MODULES
-
-    modules = {rule.id: rule.check.__module__.rpartition(".")[2] for rule in RULES.values()}
-    passed: list[Found] = []
-    for found in result.ranked:
-        with suggestions_disabled():
-            findings = check(found.spec, origins)
-        if not any(f.severity == "error" and modules[f.rule] in (*LAYOUT_RULE_MODULES, "memory") for f in findings):
-            passed.append(found)
-        if len(passed) == count:
-            break
-    return passed
 
 
 def layout_text(spec: RunSpec) -> list[str]:

@@ -145,8 +145,10 @@ def _too_large(
     section: str, settings: LocalCheckpointSpec | MemoryCheckpointSpec, at: RuleContext, fixes: list[Fix]
 ) -> Iterator[Violation]:
     """Yield a violation if the checkpoints of a tier do not fit into its folder on this machine."""
+    if not settings.interval or at.local_machine is None:
+        return
     folder, size = expand_node_path(settings.path or ""), node_checkpoint_bytes(at.spec)
-    if folder is None or size is None or not settings.interval or at.local_machine is None:
+    if folder is None or size is None:
         return
     count = node_parts_at_once(at.spec, settings)
     free = at.local_machine.free_disk(folder)

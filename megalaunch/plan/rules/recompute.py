@@ -134,8 +134,9 @@ def dense_blocks(at: RuleContext) -> Iterator[Violation]:
 @rule("recompute.chunk_by_stage", "recompute.num_layers is at most the layers of a stage.")
 def chunk_by_stage(at: RuleContext) -> Iterator[Violation]:
     """A larger number means all layers of the stage, which has a higher peak than chunks of 1."""
-    recompute, most = at.spec.recompute, _largest_stage(at)
-    if recompute.granularity == "full" and most is not None and recompute.num_layers > max(most, 1):
+    recompute = at.spec.recompute
+    most = _largest_stage(at) if recompute.granularity == "full" else None
+    if most is not None and recompute.num_layers > max(most, 1):
         yield Violation(
             "recompute.num_layers",
             f"num_layers {recompute.num_layers} is above the {most} layers of a stage",
@@ -148,8 +149,9 @@ def chunk_by_stage(at: RuleContext) -> Iterator[Violation]:
 @rule("recompute.offload_room", "cpu_offloading_num_layers is below the layers of a stage.")
 def offload_room(at: RuleContext) -> Iterator[Violation]:
     """Backward needs the activations of the last layer at once: offloading them would only wait."""
-    count, most = at.spec.recompute.cpu_offloading_num_layers, _largest_stage(at)
-    if count > 0 and most is not None and count >= max(most, 1):
+    count = at.spec.recompute.cpu_offloading_num_layers
+    most = _largest_stage(at) if count > 0 else None
+    if most is not None and count >= max(most, 1):
         fixes: list[Fix] = [{"recompute.cpu_offloading_num_layers": 0}]
         if most > 1:
             fixes.insert(0, {"recompute.cpu_offloading_num_layers": most - 1})

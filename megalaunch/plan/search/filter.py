@@ -1,53 +1,86 @@
-"""Drop layouts that violate a rule, by running only the rules that a layout can violate.
+"""Drop layouts that violate a rule, by running only the rules whose outcome depends on the layout.
 
-The checker takes a millisecond and verifies fixes; a search checks thousands of layouts. A test compares the result to
-the checker.
+Those rules are not listed but found: each rule runs once on a spec that records reads of its layout. A rule that reads
+none of it says the same of every layout of the spec.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
+from megalaunch.plan.overrides import override_findings
 from megalaunch.plan.rules.registry import RULES, Rule, RuleContext
 from megalaunch.schema import RunSpec
 
-LAYOUT_RULE_MODULES = (
-    "parallel",
-    "tensor",
-    "stages",
-    "pipeline",
-    "context",
-    "data_blend",
-    "moe",
-    "mtp",
-    "batch",
-    "recompute",
-)
-"""Modules of plan/rules whose rules read the degrees, the split of layers, the micro batch or recomputation."""
+TOO_BIG = "memory.fits"
+"""The rule for layouts that do not fit (plan/rules/memory.py); a search calls the memory model itself: faster."""
 
-_BATCH_RULE_MODULES = ("batch", "pipeline", "recompute", "data_blend")
-"""The modules among them that read the micro batch or recomputation."""
+_SECTIONS = ("parallel", "batch", "recompute")
+"""The sections of a spec that a search changes."""
 
 
-def first_violated_rule(spec: RunSpec) -> str | None:
-    """Return the id of the first rule that a layout violates, or None."""
-    return _first(spec, _rules_for(LAYOUT_RULE_MODULES))
+@dataclass(frozen=True)
+class Refusal:
+    """An error of a rule: the engine does not start such a run."""
+
+    rule: str
+    message: str
 
 
-def first_violated_batch_rule(spec: RunSpec) -> str | None:
-    """Return the same after a change of only micro batch and recomputation."""
-    return _first(spec, _rules_for(_BATCH_RULE_MODULES))
+@dataclass(frozen=True)
+class LayoutRules:
+    """The rules for the layouts of one spec.
+
+    Attributes:
+        rules: those whose outcome depends on the layout, except `memory.fits`.
+        refusals: errors of the others: every layout has them.
+    """
+
+    rules: tuple[Rule, ...]
+    refusals: tuple[Refusal, ...]
 
 
-def _first(spec: RunSpec, rules: tuple[Rule, ...]) -> str | None:
+def find_layout_rules(spec: RunSpec) -> LayoutRules:
+    """Separate the rules whose outcome depends on the layout of a spec from those with one outcome for all layouts."""
+    rules: list[Rule] = []
+    refusals = [Refusal(found.rule, found.message) for found in override_findings(spec) if found.severity == "error"]
+    for entry in RULES.values():
+        if _reads_layout(entry, spec):
+            rules.append(entry)
+        else:
+            refusal = first_refusal(spec, (entry,))
+            refusals += [refusal] if refusal else []
+    return LayoutRules(tuple(entry for entry in rules if entry.id != TOO_BIG), tuple(refusals))
+
+
+def first_refusal(spec: RunSpec, rules: Iterable[Rule]) -> Refusal | None:
+    """Return the first error of the rules on a spec, or None."""
     at = RuleContext(spec)
-    for rule in rules:
-        if any(item.severity == "error" for item in rule.check(at)):
-            return rule.id
+    for entry in rules:
+        for item in entry.check(at):
+            if item.severity == "error":
+                return Refusal(entry.id, item.message)
     return None
 
 
-@cache
-def _rules_for(modules: tuple[str, ...]) -> tuple[Rule, ...]:
-    return tuple(entry for entry in RULES.values() if entry.check.__module__.rpartition(".")[2] in modules)
+def _reads_layout(entry: Rule, spec: RunSpec) -> bool:
+    """Return whether a rule reads any key of the layout of a spec."""
+    read: set[str] = set()
+    recording = {name: _recording(getattr(spec, name), read.add) for name in _SECTIONS}
+    for _ in entry.check(RuleContext(replace(spec, **recording))):
+        pass
+    return bool(read)
+
+
+def _recording(section: Any, read: Callable[[str], None]) -> Any:
+    """Return an equal section of a spec that calls `read` with the name of each attribute that is read."""
+
+    class Recorded(type(section)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            read(name)
+            return object.__getattribute__(self, name)
+
+    return Recorded(**vars(section))

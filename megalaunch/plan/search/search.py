@@ -8,19 +8,18 @@ from dataclasses import dataclass, field, replace
 
 from megalaunch.plan.cost import Stack, StepTime, step_time
 from megalaunch.plan.memory import Memory, predict_memory
+from megalaunch.plan.rules.registry import RULES, Rule
 from megalaunch.plan.rules.suggestions import suggestions_disabled
-from megalaunch.plan.search.filter import first_violated_batch_rule, first_violated_rule
+from megalaunch.plan.search.filter import TOO_BIG, find_layout_rules, first_refusal
 from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
 from megalaunch.plan.world import data_parallel_size, resolved_world_size
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
-
-TOO_BIG = "memory.fits"
-"""The rule for layouts that do not fit (plan/rules/memory.py); here the memory model is called directly: faster."""
+from megalaunch.schema.recompute import RecomputeSpec
 
 
 class SearchError(ValueError):
-    """The search cannot start: the device's speed or memory is not known, or the spec is open."""
+    """The search cannot start: a device's speed or memory is unknown, the spec is open, or no layout can be valid."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +97,15 @@ def search(
     ranked: list[Found] = []
     leaner = 0
     with suggestions_disabled():
+        rules = _rules_of(spec)
         all_grids = list(grids(spec, world, per_node))
         for index, grid in enumerate(all_grids, 1):
-            for node in _nodes(grid, dropped):
-                found, more = _within(node, limit, dropped, stack)
+            for node, sizes in _nodes(grid, rules, dropped):
+                found, more = _within(node, sizes, rules, limit, dropped, stack)
                 ranked += found
                 leaner += more
             report(index, len(all_grids))
-        own, fault = _own(spec, limit, stack)
+        own, fault = _own(spec, rules, limit, stack)
     if own is not None and not any(_same(own.spec, found.spec) for found in ranked):
         ranked.append(own)
     ranked.sort(key=lambda found: (-found.speed, found.memory.total))
@@ -142,36 +142,65 @@ def _device_bytes(spec: RunSpec) -> float:
     return float(chip.memory_bytes)
 
 
-def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
-    """Yield the grid with every split of layers and every sharding of states that violates no rule."""
+def _rules_of(spec: RunSpec) -> tuple[Rule, ...]:
+    """Return the rules for the layouts of a spec; raises SearchError if another rule refuses all of them."""
+    found = find_layout_rules(spec)
+    if found.refusals:
+        reasons = "".join(f"\n  [{refusal.rule}] {refusal.message}" for refusal in found.refusals)
+        raise SearchError(f"the engine refuses every layout; `megalaunch plan` without --search shows fixes:{reasons}")
+    return found.rules
+
+
+def _nodes(grid: RunSpec, rules: tuple[Rule, ...], dropped: Counter[str]) -> Iterator[tuple[RunSpec, list[int]]]:
+    """Yield the grid with each split of layers and sharding of states, and the micro batches that violate no rule.
+
+    The micro batch of the grid is the first of them, without recomputation.
+    """
     p = grid.parallel
     choices = pipeline_splits(grid.model.num_layers, grid.model.mtp.num_layers, p.pp)
     if p.dp is None or not choices:
-        dropped[first_violated_rule(grid) or "parallel.layers_by_pp"] += 1
+        refusal = first_refusal(grid, rules)
+        dropped[refusal.rule if refusal else "parallel.layers_by_pp"] += 1
         return
     for split in choices:
         for sharding in shardings(grid):
             node = split_layers(grid, split, sharding)
-            node = replace(node, batch=replace(node.batch, micro_batch_size=1), recompute=recomputations(node)[0])
-            reason = first_violated_rule(node)
-            if reason is None:
-                yield node
-            else:
-                dropped[reason] += 1
+            node = replace(node, recompute=recomputations(node)[0])
+            sizes = _valid_micro_batches(node, rules, dropped)
+            if sizes:
+                yield _with_micro_batch(node, sizes[0]), sizes
 
 
-def _within(node: RunSpec, limit: float, dropped: Counter[str], stack: Stack | None) -> tuple[list[Found], int]:
+def _with_micro_batch(spec: RunSpec, size: int) -> RunSpec:
+    return replace(spec, batch=replace(spec.batch, micro_batch_size=size))
+
+
+def _valid_micro_batches(node: RunSpec, rules: tuple[Rule, ...], dropped: Counter[str]) -> list[int]:
+    """Return the micro batches that violate no rule; if all do, they count once as dropped."""
+    sizes = tuple(micro_batches(node)) or (1,)
+    refused: dict[int, str] = {}
+    for size in sizes:
+        likely = (RULES[refused[size // 2]],) if size // 2 in refused else ()  # a rule that refused the last size
+        refusal = first_refusal(_with_micro_batch(node, size), (*likely, *rules))
+        if refusal is not None:
+            refused[size] = refusal.rule
+    if len(refused) == len(sizes):
+        dropped[refused[sizes[0]]] += 1
+        return []
+    for broken in refused.values():
+        dropped[broken] += len(recomputations(node))
+    return [size for size in sizes if size not in refused]
+
+
+def _within(
+    node: RunSpec, sizes: list[int], rules: tuple[Rule, ...], limit: float, dropped: Counter[str], stack: Stack | None
+) -> tuple[list[Found], int]:
     """Search micro batches and recomputation: for each micro batch the least recomputation that fits."""
     found: list[Found] = []
     leaner = 0
-    ladder = recomputations(node)
-    for size in micro_batches(node):
-        batch = replace(node.batch, micro_batch_size=size)
-        steps = [replace(node, batch=batch, recompute=recompute) for recompute in ladder]
-        reason = first_violated_batch_rule(steps[0]) if size > 1 else None
-        if reason is not None:
-            dropped[reason] += len(steps)
-            continue
+    ladder = _valid_recomputations(node, rules, len(sizes), dropped)
+    for size in sizes:
+        steps = [_with_micro_batch(replace(node, recompute=recompute), size) for recompute in ladder]
         fitting = _least_that_fits(steps, limit)
         if fitting is None:
             dropped[TOO_BIG] += len(steps)
@@ -179,12 +208,27 @@ def _within(node: RunSpec, limit: float, dropped: Counter[str], stack: Stack | N
         index, memory = fitting
         dropped[TOO_BIG] += index
         leaner += len(steps) - index - 1
-        reason = first_violated_batch_rule(steps[index]) if index else None
-        if reason is None:
+        refusal = first_refusal(steps[index], rules) if size != sizes[0] and index else None
+        if refusal is None:
             found.append(Found(steps[index], memory, step_time(steps[index], stack)))
         else:
-            dropped[reason] += 1
+            dropped[refusal.rule] += 1
     return found, leaner
+
+
+def _valid_recomputations(
+    node: RunSpec, rules: tuple[Rule, ...], num_sizes: int, dropped: Counter[str]
+) -> list[RecomputeSpec]:
+    """Return the recomputations that violate no rule at the node's micro batch; others count once for each size."""
+    first, *others = recomputations(node)  # `_nodes` has checked the first
+    valid = [first]
+    for recompute in others:
+        refusal = first_refusal(replace(node, recompute=recompute), rules)
+        if refusal is None:
+            valid.append(recompute)
+        else:
+            dropped[refusal.rule] += num_sizes
+    return valid
 
 
 def _least_that_fits(steps: list[RunSpec], limit: float) -> tuple[int, Memory] | None:
@@ -202,11 +246,11 @@ def _least_that_fits(steps: list[RunSpec], limit: float) -> tuple[int, Memory] |
     return len(steps) - 1, last
 
 
-def _own(spec: RunSpec, limit: float, stack: Stack | None) -> tuple[Found | None, str]:
+def _own(spec: RunSpec, rules: tuple[Rule, ...], limit: float, stack: Stack | None) -> tuple[Found | None, str]:
     """Return the layout of the given spec, or why it cannot run."""
-    broken = first_violated_rule(spec)
-    if broken is not None:
-        return None, f"it violates the rule {broken}"
+    refusal = first_refusal(spec, rules)
+    if refusal is not None:
+        return None, f"it violates the rule {refusal.rule}: {refusal.message}"
     memory = predict_memory(spec)
     if memory.total > limit:
         return None, f"it needs {memory.total / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"

@@ -56,7 +56,10 @@ def grids(spec: RunSpec, world: int, per_node: int) -> Iterator[RunSpec]:
 
 
 def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp: int | None) -> RunSpec:
-    """Return the spec with these degrees; settings that depend on its former degrees are reset to their defaults."""
+    """Return the spec with these degrees; settings that depend on its former degrees are reset to their defaults.
+
+    Replicas that train apart (outer_steps) stay: another number of them is another training.
+    """
     p = spec.parallel
     parallel = replace(
         _even_split(p),
@@ -65,7 +68,7 @@ def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp:
         cp=cp,
         ep=ep,
         etp=etp,
-        dp_replicate=1,
+        dp_replicate=p.dp_replicate if p.outer_steps else 1,
         sequence_parallel=tp > 1,
         tp_comm_overlap=p.tp_comm_overlap and tp > 1,
         cp_comm_type=p.cp_comm_type if cp > 1 and p.cp_comm_type in ("p2p", "a2a", "allgather") else "p2p",
