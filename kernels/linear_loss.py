@@ -1,9 +1,10 @@
-"""Cross-entropy of a chunk's logits by kernels that write the gradient over the logits, and where they run.
+"""Cross-entropy of logits by kernels that write the gradient over the logits, and where they run.
 
 The rest of the fused linear and cross-entropy is in engine/train/loss.py, which multiplies chunk by chunk and adds the
-collectives of a sharded vocabulary. The kernels take logits in the dtype of the matmul, and no copy in fp32 exists: on
-one rank a logit is read and its gradient written, 4 bytes in half formats, and with a sharded vocabulary it is read
-once more, since the ranks' sums meet in between. Operator by operator it is 36 and 60 bytes.
+collectives of a sharded vocabulary. The kernels take logits in the dtype of the matmul, and no copy in fp32 exists: of
+a chunk on one rank a logit is read and its gradient written, 4 bytes in half formats. With a sharded vocabulary it is
+read once more, since the ranks' sums meet in between; whole logits are too, since backward writes their gradient.
+Operator by operator it is 36 and 60 bytes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
 from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
 from megalaunch.plan.memory.host_states import host_bytes_per_node
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.layer_dims import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.model_states import GATHERED_LAYERS
 from megalaunch.plan.memory.offloaded_activations import offloaded_bytes_per_node
 from megalaunch.plan.memory.param_bytes import main_param_bytes
@@ -236,8 +236,10 @@ def _memory_assumptions(spec: RunSpec, profile: MemoryProfile) -> Iterator[Const
     sharding = "engine/parallel/fsdp.py"
     yield Constant("bytes per main parameter, sharded by data_sharding", main_param_bytes(spec), sharding)
     yield Constant("layers all-gathered at once by optim_grads_params", GATHERED_LAYERS, sharding)
-    yield Constant("bytes per logit, backward of the loss", profile.logit_bytes, "engine/train/loss.py")
-    pending = profile.pending_logit_bytes or 0.0
+    logit, pending = profile.logit_bytes, profile.pending_logit_bytes or 0.0
+    if profile.fused_loss:
+        logit, pending = float(dtype_bytes(spec.precision.compute_dtype)), 0.0
+    yield Constant("bytes per logit, backward of the loss", logit, "engine/train/loss.py")
     yield Constant("bytes per pending logit of a pipeline, in addition to the logit", pending, "engine/train/loss.py")
     yield Constant(
         "fp32 copies of scores in attention without a fused kernel",

@@ -65,7 +65,7 @@ def implementations(device: str) -> Iterator[Implementation]:
     elif has_triton:
         yield Implementation("RMSNorm, LayerNorm and the residual addition before them", f"{_KERNELS}.add_norm_triton")
         yield Implementation("RoPE", f"{_KERNELS}.rope_triton")
-        yield Implementation("loss in chunks", f"{_KERNELS}.linear_loss_triton")
-        yield Implementation("matmuls, and cross-entropy of whole logits", "torch")
+        yield Implementation("cross-entropy", f"{_KERNELS}.linear_loss_triton")
+        yield Implementation("matmuls", "torch")
     else:
         yield Implementation("matmuls, norms, RoPE and cross-entropy", "torch")

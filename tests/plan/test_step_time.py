@@ -343,11 +343,12 @@ def test_more_chunks_of_the_loss_cost_time(seventy):
     assert few < many
 
 
-def test_kernels_move_fewer_bytes_for_the_loss_in_chunks(seventy):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_kernels_move_fewer_bytes_for_the_loss(seventy, chunks):
     """6 bytes a logit instead of 44: the difference is 38 over 6 of what those 6 take."""
-    chunked = _with(seventy, train__loss_chunks=2)
-    assert ENGINE_EAGER.chunk_logit_traffic is not None
-    more = ENGINE_EAGER.with_value("chunk_logit_traffic", 2 * ENGINE_EAGER.chunk_logit_traffic.value)
+    chunked = _with(seventy, train__loss_chunks=chunks)
+    assert ENGINE_EAGER.fused_logit_traffic is not None
+    more = ENGINE_EAGER.with_value("fused_logit_traffic", 2 * ENGINE_EAGER.fused_logit_traffic.value)
     fused, twice, apart = (step_time(chunked, stack).head for stack in (ENGINE_EAGER, more, ENGINE_WITHOUT_TRITON))
     assert apart - fused == pytest.approx(38 / 6 * (twice - fused), rel=1e-3)
 

@@ -2,7 +2,7 @@
 
 Each loss of a step is such a sum, divided by the global number of valid tokens before backward (forward_backward.py).
 `LinearCrossEntropy` takes the decoder's logits, or multiplies by the head itself in chunks, to hold fewer logits; on a
-GPU kernels compute the loss of a chunk (kernels/linear_loss.py).
+GPU kernels compute the loss from logits in the compute dtype (kernels/linear_loss.py).
 Shapes: B batch, S sequence, s a rank's shard of it, T tokens (B S), C tokens of a chunk, H hidden, V vocabulary, v a
 rank's shard of it.
 """
@@ -139,7 +139,59 @@ class LinearCrossEntropy:
 
     def _logits_loss(self, logits_BSv: Tensor, labels_BS: Tensor) -> Tensor:
         model = self.model
-        return cross_entropy_sum(logits_BSv, labels_BS, model.tp_region.vocab_axis, model.vocabulary_columns)
+        axis, used = model.tp_region.vocab_axis, model.vocabulary_columns
+        kernels = loss_kernels(logits_BSv)
+        if kernels is None:
+            return cross_entropy_sum(logits_BSv, labels_BS, axis, used)
+        logits_Tv, labels_T = logits_BSv.flatten(0, 1), labels_BS.flatten()
+        return apply_function(_FusedCrossEntropy, logits_Tv, labels_T, kernels, axis, used)
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy by kernels from logits in the compute dtype, of which no copy in fp32 exists.
+
+    As `_VocabParallelCrossEntropy`, but the logits are saved for backward, which overwrites them by their gradient:
+    with the incoming gradient known, a loss scale of fp16 multiplies before the gradient is rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, kernels: LossKernels, axis: Axis, used: int) -> Tensor:
+        columns = _label_columns(labels_T, logits_Tv.shape[1], axis)
+        log_sums, label_logits = _fused_sums(kernels, logits_Tv, columns, axis, used, None)
+        counted = labels_T != IGNORE_INDEX
+        ctx.save_for_backward(logits_Tv, columns, log_sums, counted)
+        ctx.kernels, ctx.used = kernels, used
+        return ((log_sums - label_logits) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits_Tv, columns, log_sums, counted = ctx.saved_tensors
+        dlogits = logits_Tv.detach()
+        ctx.kernels.write_gradient(dlogits, columns, log_sums, counted * gradients[0], ctx.used, None)
+        return dlogits, None, None, None, None
+
+
+def _label_columns(labels_T: Tensor, width: int, axis: Axis) -> Tensor:
+    """Return the column of each label in this rank's shard of `width` columns, -1 where there is none."""
+    columns = labels_T - axis.rank * width
+    return columns.where((columns >= 0) & (columns < width), -1)  # ignored labels are negative
+
+
+def _fused_sums(
+    kernels: LossKernels, logits_Tv: Tensor, columns_T: Tensor, axis: Axis, used: int, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return log(sum_v exp(z_v)) over all ranks' columns, and the label's z, both fp32 [T].
+
+    m, s, z_label as in `_VocabParallelCrossEntropy`, but each rank sums exp(z_v - m_own), and multiplies the sum by
+    exp(m_own - m).
+    """
+    own_largest, own_sums, own_label_logits = kernels.sums(logits_Tv, columns_T, used, cap)
+    if axis.size == 1:
+        return own_largest + own_sums.log(), own_label_logits
+    largest = all_reduce_max(own_largest, axis)
+    parts = torch.stack((own_sums * (own_largest - largest).exp(), own_label_logits))
+    sums, label_logits = all_reduce_async(parts, axis).wait()
+    return largest + sums.log(), label_logits
 
 
 def _fused_loss(
@@ -153,8 +205,7 @@ def _fused_loss(
 ) -> Tensor:
     """Return the summed loss of a chunk by kernels; if it learns, overwrite the logits by their gradient.
 
-    m, s, z_label as in `_VocabParallelCrossEntropy`, but each rank sums exp(z_v - m_own), and multiplies the sum by
-    exp(m_own - m). One rank needs no collective between loss and gradient, which are then one kernel.
+    One rank needs no collective between loss and gradient, which are then one kernel.
 
     Args:
         kernels: The kernels.
@@ -165,16 +216,11 @@ def _fused_loss(
         cap: The soft cap of the logits, None: none.
         learns: Whether the gradient is needed.
     """
-    width = logits_Cv.shape[1]
-    columns = labels_C - axis.rank * width
-    columns = columns.where((columns >= 0) & (columns < width), -1)  # ignored labels are negative
+    columns = _label_columns(labels_C, logits_Cv.shape[1], axis)
     if axis.size == 1 and learns:
         return kernels.loss_and_gradient(logits_Cv, columns, used, cap).sum()
-    own_largest, own_sums, own_label_logits = kernels.sums(logits_Cv, columns, used, cap)
-    largest = all_reduce_max(own_largest, axis)
-    parts = torch.stack((own_sums * (own_largest - largest).exp(), own_label_logits))
-    sums, label_logits = all_reduce_async(parts, axis).wait()
-    log_sums, counted = largest + sums.log(), (labels_C != IGNORE_INDEX).float()
+    log_sums, label_logits = _fused_sums(kernels, logits_Cv, columns, axis, used, cap)
+    counted = (labels_C != IGNORE_INDEX).float()
     if learns:
         kernels.write_gradient(logits_Cv, columns, log_sums, counted, used, cap)
     return ((log_sums - label_logits) * counted).sum()

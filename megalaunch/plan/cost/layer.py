@@ -270,7 +270,7 @@ def head_time(model: ModelSpec, shape: Shape, device: Device, chunks: int) -> fl
     matmul = matmul_seconds(rows, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
     traffic = _SUM_TRAFFIC + (_PRODUCT_TRAFFIC if device.element < 4 else 0)
     sums = traffic * model.hidden_size * vocabulary if chunks > 1 else 0.0
-    fused = device.stack.chunk_logit_traffic if chunks > 1 else None
+    fused = device.stack.fused_logit_traffic
     per_logit = device.stack.logit_traffic.value if fused is None else fused.value * device.element
     logits = rows * vocabulary * per_logit
     return chunks * (matmul + (logits + sums) / device.memory)

@@ -39,7 +39,8 @@ class Stack:
         cast_traffic: bytes moved per value of inputs and gradients of fp8 matmuls: amax, scale, cast, transpose.
         weight_cast_traffic: the same per weight and microbatch.
         logit_traffic: bytes moved per logit by loss and gradient.
-        chunk_logit_traffic: values of the compute dtype moved per logit by a loss in chunks; None: as whole logits.
+        fused_logit_traffic: values of the compute dtype moved per logit by kernels that take the loss of logits in that
+            dtype; None: `logit_traffic`.
         gather_copy, reduce_copy: bytes copied per parameter around an all-gather and around a reduce-scatter.
         overlap_slowdown: compute slowdown by an overlapped collective, of its time.
         tp_exposed: tensor-parallel communication exposed with tp_comm_overlap.
@@ -69,7 +70,7 @@ class Stack:
     tp_exposed: Constant
     selective_matmuls: Constant
     launches: Constant
-    chunk_logit_traffic: Constant | None = None
+    fused_logit_traffic: Constant | None = None
     ring_gradient_bytes: int = 2
     frees_stages: bool = False
 
@@ -94,7 +95,7 @@ _PLAIN = "values moved per inner value of a plain block, both passes"
 _CAST = "bytes moved per value cast to 8 bits for the matmuls of a layer"
 _WEIGHT_CAST = "bytes moved per weight cast to 8 bits, each microbatch"
 _LOGIT = "bytes moved per logit by loss and gradient"
-_CHUNK_LOGIT = "values moved per logit by a loss in chunks"
+_FUSED_LOGIT = "values moved per logit by the kernels of the loss"
 _GATHER = "bytes copied per all-gathered parameter"
 _REDUCE = "bytes copied per reduce-scattered gradient"
 _SLOWDOWN = "compute slowdown by an overlapped collective, of its time"
@@ -173,7 +174,7 @@ LLMQ = replace(
     logit_traffic=Constant(_LOGIT, 6.0, "read twice and written once in 16 bits"),
 )
 
-_FUSED_CHUNKS = Constant(_CHUNK_LOGIT, 3.0, "read twice and written once (kernels/linear_loss_triton.py); not measured")
+_FUSED_LOSS = Constant(_FUSED_LOGIT, 3.0, "read twice and written once (kernels/linear_loss_triton.py); not measured")
 
 # engine/model: add_norm_triton.py adds the output of attention and computes the second norm, in one pass of four values
 # each way; the first norm is a kernel of the same file, two values forward and three backward, and the addition
@@ -195,7 +196,7 @@ ENGINE_EAGER = replace(
     cast_traffic=Constant(_CAST, 8.0, "inputs 10, gradients 6 (kernels/float8_cast_triton.py)"),
     weight_cast_traffic=Constant(_WEIGHT_CAST, 10.0, "amax and cast, twice (kernels/float8_cast_triton.py)"),
     launches=Constant(_LAUNCHES, 65.0, "counted in a simulated layer"),
-    chunk_logit_traffic=_FUSED_CHUNKS,
+    fused_logit_traffic=_FUSED_LOSS,
     ring_gradient_bytes=4,
     frees_stages=True,
 )
@@ -240,7 +241,7 @@ ENGINE_COMPILED = replace(
     name="megalaunch, compiled",
     meaning="torch.compile of each block; FSDP2",
     attention="engine",
-    chunk_logit_traffic=_FUSED_CHUNKS,
+    fused_logit_traffic=_FUSED_LOSS,
     ring_gradient_bytes=4,
     frees_stages=True,
 )
@@ -249,7 +250,7 @@ ENGINE_COMPILED = replace(
 ENGINE_WITHOUT_TRITON = replace(
     ENGINE_EAGER,
     meaning="torch's kernels, one an operator; FSDP2",
-    chunk_logit_traffic=None,
+    fused_logit_traffic=None,
     norm_traffic=Constant(_NORM, 28.6, "fused norms, backward at 0.37 of the bandwidth; residuals apart"),
     rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
     swiglu_traffic=PYTORCH_EAGER.swiglu_traffic,
@@ -297,7 +298,7 @@ def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]
         ("attention", describe_backend(spec)),
         (
             "head and loss",
-            "whole logits in fp32" if chunks == 1 else f"logits of one of {chunks} chunks, {_loss(stack)}",
+            f"{'whole logits' if chunks == 1 else f'logits of one of {chunks} chunks'}, {_loss(stack)}",
         ),
     ]
     if compute == "fp32":
@@ -308,7 +309,7 @@ def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]
 
 
 def _loss(stack: Stack) -> str:
-    return "in fp32" if stack.chunk_logit_traffic is None else "by Triton"
+    return "in fp32" if stack.fused_logit_traffic is None else "by Triton"
 
 
 def _casts(spec: RunSpec, stack: Stack) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
@@ -25,6 +25,8 @@ class LossBytes:
         logits: peak bytes of logits.
         depth_logits: logits of each MTP depth, whose loss is computed before.
         pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
+        stage_output: logits that a pipeline's last stage returns, which torch's runtime keeps until their backward pass
+            ends, and its schedule until the next output.
         with_logits: allocated at the same time as the logits, such as gradients of the head.
         buffers: allocated with them for the current loss. In chunks: its gathered input, the fp32 sum of the weight's
             gradient, and of a chunk's product what does not fit into the memory of freed logits. Whole: what a head
@@ -37,6 +39,7 @@ class LossBytes:
     logits: float
     depth_logits: float
     pending_logits: float = 0.0
+    stage_output: float = 0.0
     with_logits: float = 0.0
     buffers: float = 0.0
     not_rounded: float = 0.0
@@ -55,7 +58,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     chunks = count_loss_chunks(spec)
     if chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
         chunk_logits = vocab_rows * -(-tokens // chunks)
-        unfused = 0.0 if profile.fused_chunk_loss else profile.logit_bytes + capped
+        unfused = 0.0 if profile.fused_loss else profile.logit_bytes + capped
         freed = unfused * chunk_logits  # before the chunk's product is added to the sum
         product = hidden_bytes * min(vocab_rows, SUM_ROWS) if compute_bytes < _SUM_BYTES else 0.0
         return LossBytes(
@@ -67,6 +70,8 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
             while_scaling=2 * head_gradients,
             pending_gradients=head_gradients,
         )
+    if profile.fused_loss:
+        return _fused_loss_bytes(spec, topology, compute_bytes * vocab_rows * tokens, head_gradients + gathered)
     if profile.loss_in_place:
         cast = compute_bytes if compute_bytes < 4 else 0
         logits = (profile.logit_bytes + cast + capped) * vocab_rows * tokens
@@ -82,6 +87,24 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     pending += capped if pending else 0.0
     width = vocab_rows * tokens
     return LossBytes((profile.logit_bytes + own + capped) * width, held * width, pending * width)
+
+
+def _fused_loss_bytes(spec: RunSpec, topology: Topology, logits: float, in_head: float) -> LossBytes:
+    """Return the bytes of whole logits whose gradient takes their place, given those of the backward of the head.
+
+    Without a cap the peak is in the backward of the head. That of a cap holds tanh, which is saved, the gradient of
+    cap * tanh and that of the logits; in a pipeline also the stage's output, in whose place the first gradient was.
+    """
+    depths = spec.model.mtp.num_layers
+    returned = logits if topology.pp > 1 and not depths else 0.0
+    pending = logits if topology.pp > 1 else 0.0
+    held = LossBytes(logits, logits, pending, returned)
+    if spec.model.final_logit_softcapping is not None:
+        held = LossBytes(3 * logits + returned, 2 * logits, 2 * pending, returned)
+        in_head = max(in_head - 2 * logits, 0.0)
+    if topology.tp > 1:  # the head is an operator with collectives of its own
+        return replace(held, buffers=(1 + depths) * in_head)
+    return replace(held, with_logits=in_head)
 
 
 def _softcap_bytes(spec: RunSpec, profile: MemoryProfile, compute_bytes: int) -> float:

@@ -20,9 +20,9 @@ class MemoryProfile:
     Attributes:
         sharded_main_params: fp32 main parameters are sharded, and copies in the compute dtype are all-gathered from
             them (FSDP2); else full compute weights and sharded fp32 main parameters (Megatron's distributed optimizer).
-        logit_bytes: peak bytes per logit during the backward of the loss.
-        pending_logit_bytes: bytes per logit of each microbatch of a pipeline whose loss is computed and whose backward
-            is pending, without the logits, which the stage saves; None: nothing is saved.
+        logit_bytes: peak bytes per logit during the backward of a loss that is not fused.
+        pending_logit_bytes: bytes per logit of each microbatch of a pipeline whose loss, not fused, is computed and
+            whose backward is pending, without the logits, which the stage saves; None: nothing is saved.
         regathers_inputs: with sequence parallelism a matmul's gathered input is not saved, backward all-gathers it.
         fp8_inputs: fp8 matmuls save their inputs in 8 bits (Transformer Engine).
         fp32_matmuls: matmuls convert 16-bit operands to fp32, and save them as they are (kernels/matmul.py).
@@ -41,7 +41,7 @@ class MemoryProfile:
             triangle of blocks of `weight_block_rows` rows (queries of all heads of a group); 0: never.
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
         loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
-        fused_chunk_loss: kernels write the gradient of a chunk's logits over them, without a copy in fp32.
+        fused_loss: kernels write the gradient of logits over them, in the compute dtype, without a copy in fp32.
         deferred_head_microbatches: microbatches whose gradients of logits are saved to defer the head's gradient.
         dense_mask_tokens: attention over whole samples of up to so many tokens, with documents or a window, saves a
             mask in the dtype of queries; in longer samples blocks need none.
@@ -73,7 +73,7 @@ class MemoryProfile:
     weight_block_rows: int = 128
     separate_reduce_scatter_buffers: bool = False
     loss_in_place: bool = False
-    fused_chunk_loss: bool = False
+    fused_loss: bool = False
     deferred_head_microbatches: int = 0
     pending_logit_bytes: float | None = None
     dense_mask_tokens: int = 0
@@ -85,9 +85,9 @@ class MemoryProfile:
     p2p_buffers: bool = False
 
 
-# FSDP2 over fp32 master weights (engine/parallel/fsdp.py). The loss of whole logits (engine/train/loss.py) holds, in
-# its backward, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are freed.
-# That of a chunk is a kernel (kernels/linear_loss.py).
+# FSDP2 over fp32 master weights (engine/parallel/fsdp.py). Kernels compute the loss (kernels/linear_loss.py). Widths of
+# logits are those of a loss without kernels (engine/train/loss.py): its backward holds log-probabilities, their
+# gradient and the logits' gradient, each in fp32; the 16-bit logits are freed.
 # engine/model/attention/core.py allocates scores and their gradients; engine/model/dropout.py regenerates masks.
 # torch's pipeline stages save the outputs that they have sent.
 ENGINE = MemoryProfile(
@@ -95,7 +95,7 @@ ENGINE = MemoryProfile(
     sharded_main_params=True,
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
-    fused_chunk_loss=True,
+    fused_loss=True,
     dense_mask_tokens=DENSE_MASK_TOKENS,
     repeats_masked_kv=True,
     expands_grouped_gradients=True,
@@ -107,11 +107,11 @@ ENGINE = MemoryProfile(
     plain_activation_inputs=(("quick_gelu", 2),),
 )
 
-# The same on a device without Triton: gated activations and the loss in chunks run operator by operator.
+# The same on a device without Triton: gated activations and the loss run operator by operator.
 ENGINE_WITHOUT_TRITON = replace(
     ENGINE,
     name="engine without Triton",
-    fused_chunk_loss=False,
+    fused_loss=False,
     activation_inputs=3,
     plain_activation_inputs=(("quick_geglu", 4), ("quick_gelu", 2)),
 )

@@ -135,6 +135,7 @@ def _peak_candidates(
     losses = any(chunk.head for chunk in chunks) * (1 + spec.model.mtp.num_layers)
     loss = loss_bytes(spec, topology, profile, tokens)
     pending = losses * (saved.head_microbatches - 1)
+    kept = loss.stage_output if losses else 0.0
     held_logits = losses * tokens * _deferred_head(spec, topology, profile) + pending * loss.pending_logits
 
     def at(
@@ -162,18 +163,25 @@ def _peak_candidates(
         gradients = losses * loss.with_logits - loss.not_rounded
         yield at(LOSS, states.loss, saved.all, logits, buffers=loss.buffers, head_gradients=gradients)
         yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
+        if kept and pending == 0 and topology.microbatches > 1:  # until torch's schedule has the next output
+            yield at(LOSS, states.loss, saved.all, logits + kept)
         if states.later_loss is not None and saved.head_microbatches < saved.num_microbatches:
             yield at(LATER_LOSS, states.later_loss, saved.all, logits, loss.buffers, gradients)
     temporary, in_layer = tokens * (saved.gradients + saved.freed), saved.recomputed - saved.freed
-    waiting = losses * loss.pending_logits if splits_backward(spec.parallel) else 0.0  # for the head's gradient
+    waiting = losses * loss.pending_logits if splits_backward(spec.parallel) else kept  # for the head's gradient
     yield at(LAYER, states.layer, saved.all + in_layer, waiting, temporary + tokens * saved.p2p_gradients)
     if states.grad_reduce:
         yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
-    yield from _later_candidates(at, states, saved, in_layer, temporary)
+    yield from _later_candidates(at, states, saved, in_layer, temporary, kept)
 
 
 def _later_candidates(
-    at: Callable[..., Memory], states: ModelStates, saved: _SavedActivations, in_layer: float, temporary: float
+    at: Callable[..., Memory],
+    states: ModelStates,
+    saved: _SavedActivations,
+    in_layer: float,
+    temporary: float,
+    kept: float,
 ) -> Iterator[Memory]:
     """Yield the memory in the phases after the backward of the first layer.
 
@@ -183,16 +191,17 @@ def _later_candidates(
         saved: its saved activations.
         in_layer: bytes per token that a layer's backward adds to them.
         temporary: bytes of its buffers.
+        kept: bytes of logits that a pipeline's last stage keeps until its backward pass ends.
     """
     others = saved.all * (1 - 1 / saved.num_microbatches)  # the activations of other microbatches
     if states.next_layer is not None:
-        yield at(NEXT_LAYER, states.next_layer, saved.all - saved.layer + in_layer, buffers=temporary)
+        yield at(NEXT_LAYER, states.next_layer, saved.all - saved.layer + in_layer, kept, temporary)
         unfinished = max(0.0, saved.all - 2 * saved.layer)
-        yield at(GRAD_REDUCE, states.next_layer, unfinished, buffers=states.layer_gradients)
+        yield at(GRAD_REDUCE, states.next_layer, unfinished, kept, states.layer_gradients)
     if states.last_layer is not None:
-        yield at(LAST_LAYER, states.last_layer, others + saved.last - saved.freed, buffers=temporary)
+        yield at(LAST_LAYER, states.last_layer, others + saved.last - saved.freed, kept, temporary)
     if states.later_layer is not None:
-        yield at(LATER_LAYER, states.later_layer, others + in_layer, buffers=temporary)
+        yield at(LATER_LAYER, states.later_layer, others + in_layer, kept, temporary)
     if states.tied is not None:
         yield at(TIED, states.tied, 0.0)
     if states.microbatch_end is not None:

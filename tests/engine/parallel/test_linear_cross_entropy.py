@@ -57,10 +57,14 @@ SLOW = ("dp2 zero3, packed", "pp2 zero_bubble")
 
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK, slow=SLOW, one_in=2))
 def test_as_one_process_with_full_logits(name):
+    _hold(name)
+
+
+def _hold(name: str, **others: Any) -> None:
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2
     base = {"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": layers, "train__loss_chunks": CHUNKS}
-    hold_to_one_process(small_spec(**few_samples(base | values)))
+    hold_to_one_process(small_spec(**few_samples(base | values | others)))
 
 
 @pytest.mark.parametrize("name", ["one process, capped logits", "tp4 of a vocabulary with unused rows"])
@@ -68,3 +72,13 @@ def test_with_the_kernels_of_gpus(name):
     """Their place in the step: each rank's sums meet between two kernels, and the gradient lies in the logits."""
     with use_kernel_forms(KernelForms(loss_kernels=PLAIN)):
         test_as_one_process_with_full_logits(name)
+
+
+WHOLE = ("one process, capped logits", "tp4 of a vocabulary with unused rows", "tp2 sp, tied", "pp2 zero_bubble")
+
+
+@pytest.mark.parametrize("name", slow_but(WHOLE, *WHOLE[:1]))
+def test_whole_logits_with_the_kernels_of_gpus(name):
+    """One chunk: backward overwrites the decoder's logits by their gradient."""
+    with use_kernel_forms(KernelForms(loss_kernels=PLAIN)):
+        _hold(name, train__loss_chunks=1)

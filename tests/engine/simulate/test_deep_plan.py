@@ -54,7 +54,7 @@ def test_bytes_of_a_layer_on_a_gpu_by_hand():
     assert (
         found.kinds["activations"] == TOKENS * (layer + ends + rotation) + 2 * 4
     )  # and the loss, and its share of the mean
-    assert found.kinds["logits"] == 3 * 4 * TOKENS * V  # log-probabilities, their gradient, the logits' gradient
+    assert found.kinds["logits"] == 2 * TOKENS * V  # the gradient takes their place
     assert found.kinds["weights"] == (4 + 2) * PARAMETERS  # the master and its gathered copy
     assert found.kinds["optimizer"] == 2 * 4 * PARAMETERS
     assert found.kinds["gradients"] == 0  # none yet: the first backward pass begins

@@ -16,6 +16,7 @@ from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory.rank import (
     GRAD_REDUCE,
     LAST_LAYER,
+    LATER_LAYER,
     LATER_LOSS,
     LAYER,
     LOSS,
@@ -117,7 +118,7 @@ CASES = [
     Case("zero3hsdp2", 4, (8, 2, 1024), NEXT_LAYER, ("parallel.outer_steps=5", FEW_WORDS)),
     Case("zero3", 2, (4, 2, 1024), NEXT_LAYER, (FEW_WORDS, f"{OFFLOADED}=0.5")),
     Case("zero2", 2, (8, 2, 1024), LAYER, (FEW_WORDS, MAIN_IN_BF16, f"{OFFLOADED}=1")),
-    Case("tp2pp2", 4, (8, 2, 2048), LOSS, ("model.num_layers=4", f"{OFFLOADED}=0.5"), 2),
+    Case("tp2pp2", 4, (8, 2, 2048), LAYER, ("model.num_layers=4", f"{OFFLOADED}=0.5"), 2),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,), precision="fp16"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
@@ -160,7 +161,7 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED)),  # all documents in one call
-    Case("cp4", 4, (4, 2, 4096), LOSS, (FEW_WORDS, PACKED, "parallel.cp_comm_type=allgather", *ALL_KEYS)),  # by chunk
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=allgather", *ALL_KEYS)),  # by chunk
     Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a")),
     # The gradients of the keys of all ranks are the peak: by blocks with sinks, of every query head, and with scores.
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, "parallel.cp_comm_type=allgather", *ALL_KEYS)),
@@ -172,13 +173,13 @@ CASES = [
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW, "model.sliding_window_pattern=2")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, "parallel.cp_comm_type=allgather")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # a ring has none: scores in fp32
-    Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP), platform="mi300x"),  # k and v of every head
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, *ONE_GROUP), platform="mi300x"),  # k and v of every head
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]")),
     Case(
         "dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]"), platform="mi300x"
     ),
-    Case("dp", 1, (8, 1, 2048), LOSS, (FEW_WORDS, WINDOW, *ONE_GROUP)),  # and a mask for each row
+    Case("dp", 1, (8, 1, 2048), LAYER, (FEW_WORDS, WINDOW, *ONE_GROUP)),  # and a mask for each row
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, WINDOW, "model.sliding_window_pattern=2")),
     Case("dp", 1, (4, 2, 2048), LAYER, (FEW_WORDS, WINDOW, "model.attention_backend=efficient")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient")),
@@ -247,8 +248,12 @@ CASES = [
     Case("zero2", 2, (6, 1, 64), TIED, ("model.tie_word_embeddings=true", "model.vocab_size=65536")),
     Case("pp2vpp2", 2, (2, 1, 2048), LATER_LOSS, ("model.num_layers=4", "model.vocab_size=65536"), rank=1),
     Case("zero3", 2, (4, 2, 1024), NEXT_LAYER, (FEW_WORDS, "recompute=full")),
-    Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),
-    Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2),
+    Case("pp3", 3, (6, 1, 2048), LAYER, rank=2),
+    Case("pp3", 3, (6, 1, 2048), LOSS, ("model.vocab_size=65536",), rank=2),  # with the logits of the one before
+    Case("pp3", 3, (3, 1, 2048), LATER_LAYER, ("parallel.schedule=gpipe",), rank=2),
+    Case("dp", 1, (4, 4, 2048), LOSS, ("model.vocab_size=98304", "train.loss_chunks=1")),
+    Case("dp", 1, (8, 4, 2048), LOSS, platform="mtt_s4000"),  # without Triton the loss is in fp32
+    Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2, platform="mtt_s4000"),
     Case("dp", 1, (8, 4, 2048), LOSS, ("train.loss_chunks=4",)),
     Case("dp", 1, (4, 4, 2048), LOSS, ("model.vocab_size=98304",)),  # four chunks by default
     Case("zero2", 4, (4, 1, 2048), LOSS, ("train.loss_chunks=16", "model.vocab_size=65536")),  # the sum in fp32

@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from live_bytes import LiveBytes
 from oracle import small_spec
+from plain_loss_kernels import PLAIN
 
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.train.loss import IGNORE_INDEX, LinearCrossEntropy, cross_entropy_sum
+from megalaunch.kernels.forms import KernelForms, LossKernels, use_kernel_forms
 
 
 def test_half_formats_lose_nothing_in_the_sum():
@@ -86,6 +88,44 @@ def test_only_the_logits_of_a_chunk_are_alive():
     logits, gradients = 4 * tokens * vocabulary, 4 * width * (tokens + vocabulary)
     assert logits <= peaks[0] < 1.5 * logits  # their gradient takes their place
     assert peaks[1] < 4 * logits / chunks + 3 * gradients
+
+
+def test_kernels_keep_whole_logits_in_the_compute_dtype():
+    """As on a GPU with one chunk: no fp32 logits, and the gradient is written over them."""
+    tokens, width, vocabulary = 512, 16, 4096
+    weight = torch.nn.Parameter((torch.randn(vocabulary, width) / 8).bfloat16())
+    x = torch.randn(1, tokens, width).bfloat16().requires_grad_()
+    model, labels = _head(weight), torch.randint(0, vocabulary, (1, tokens))
+    without_memory = LossKernels(
+        sums=lambda logits, *_: torch.ones(3, logits.shape[0]),
+        write_gradient=lambda logits, *_: logits.zero_(),
+        loss_and_gradient=lambda logits, *_: torch.ones(logits.shape[0]),
+    )
+    with use_kernel_forms(KernelForms(loss_kernels=without_memory)), LiveBytes() as live:
+        _loss(model, 1, x, labels).backward()
+    logits, gradients = 2 * tokens * vocabulary, 2 * width * (tokens + vocabulary)
+    assert logits <= live.peak < logits + 2 * gradients
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_kernels_round_a_scaled_gradient_once(scale):
+    """In fp16 a probability of 1e-7 has few digits: backward writes it multiplied by the loss scale."""
+    draw = torch.Generator().manual_seed(0)
+    x = (4 * torch.randn(1, 30, 64, generator=draw)).half()
+    labels = torch.randint(0, 200, (1, 30), generator=draw)
+    labels[0, 20:] = IGNORE_INDEX
+    head = torch.randn(256, 64, generator=draw).half() / 2
+    model = _head(torch.nn.Parameter(head))
+    model.num_tokens = 200
+    logits = (x @ head.T).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact[0, :, :200], labels[0], ignore_index=IGNORE_INDEX, reduction="sum")
+    with use_kernel_forms(KernelForms(loss_kernels=PLAIN)):
+        loss = LinearCrossEntropy(model, 1)(logits * 1, labels)
+        (found,) = torch.autograd.grad(loss * scale, logits)
+    torch.testing.assert_close(loss.detach(), expected.detach().float(), rtol=1e-6, atol=0)
+    theirs = torch.autograd.grad(expected * scale, exact)[0]
+    torch.testing.assert_close(found.double(), theirs, rtol=6e-4, atol=2**-24)
 
 
 def test_without_gradients_none_are_formed():
