@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,98 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu_parts.float8_kernels import FLOAT8_KERNELS
+from gpu_parts.kernel import Form, Kernel, _Inputs, experts_inputs, liger_functions
 from gpu_parts.setting import Setting
 from gpu_parts.timing import median_seconds, relative_error
 from megalaunch.engine.model.attention.core import whole_sample_attention
+from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
 from megalaunch.engine.model.tp_region import NO_TP
-from megalaunch.engine.precision.float8 import Float8Matmuls
-from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
+from megalaunch.engine.optimizer.update_rules import AdamW, ParameterState, Update
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
-from megalaunch.kernels.float8_cast import (
-    E4M3,
-    REFERENCE,
-    Float8Matrix,
-    block_amax,
-    power_of_two_scale,
-    scale_from_amax,
-)
-from megalaunch.kernels.forms import Block
-from megalaunch.kernels.geglu import geglu, geglu_reference
-from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_by, grouped_linear_reference
+from megalaunch.kernels.geglu import GegluVariant, geglu, geglu_reference
+from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from megalaunch.kernels.layer_norm import layer_norm, layer_norm_reference
-from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.kernels.permute import permute, sort_by_expert, unpermute
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_reference
 from megalaunch.kernels.swiglu import swiglu, swiglu_reference
 from megalaunch.kernels.tensor_norms import per_tensor_norms
 from megalaunch.plan.attention_choice import TakenBackend
-from megalaunch.schema.precision import Float8Spec
-
-Form = Callable[..., Tensor | Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Shapes: those of Llama-3.2-1B and of Qwen3's experts, or tiny ones."""
-
-    tokens: int = 16384
-    hidden: int = 2048
-    ffn: int = 8192
-    vocabulary: int = 128256
-    sequence: int = 8192
-    heads: int = 32
-    groups: int = 8
-    experts: int = 128
-    choices: int = 8
-    expert_ffn: int = 768
-    tensors: int = 64
-    tensor: int = 1 << 22
-
-
-SMALL = Sizes(64, 64, 128, 512, 64, 4, 2, 4, 2, 32, 3, 1 << 10)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel on given inputs; a step of training reads and writes `bytes` at least, and computes `flops`.
-
-    `backward` is False where there is none. `fp8`: the flops are those of fp8 matmuls.
-    """
-
-    inputs: tuple[Tensor, ...]
-    forms: dict[str, Form]
-    bytes: float = 0.0
-    flops: float = 0.0
-    backward: bool = True
-    fp8: bool = False
-
-
-def _liger() -> Any:
-    if importlib.util.find_spec("liger_kernel") is None:
-        return None
-    import liger_kernel.transformers.functional as liger
-
-    return liger
-
-
-class _Inputs:
-    """Random leaves on the device."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.sizes = setting, SMALL if setting.small else Sizes()
-        self._generator = torch.Generator(setting.device).manual_seed(0)
-
-    def randn(self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-        made = torch.randn(*size, device=self.setting.device, generator=self._generator) * scale
-        return made.to(dtype).requires_grad_()
-
-    def compiled(self, forms: dict[str, Form], reference: Form) -> dict[str, Form]:
-        """The forms, with the compiled reference if torch.compile is used."""
-        return {**forms, "torch.compile": torch.compile(reference)} if self.setting.compile else forms
+from megalaunch.schema.optimizer import OptimizerSpec
 
 
 def _rms_norm(at: _Inputs) -> Kernel:
@@ -118,8 +46,8 @@ def _rms_norm(at: _Inputs) -> Kernel:
         "reference": lambda x, w: rms_norm_reference(x, w, 1e-5),
         "ours": lambda x, w: rms_norm(x, w, 1e-5),
     }
-    if (liger := _liger()) is not None:
-        forms["liger"] = lambda x, w: liger.liger_rms_norm(x, w, 1e-5)
+    if (liger := liger_functions()) is not None:
+        forms["liger"] = lambda x, w: liger.liger_rms_norm(x, w, 1e-5, in_place=False)
     return Kernel((x, weight), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
 
 
@@ -134,7 +62,24 @@ def _add_rms_norm(at: _Inputs) -> Kernel:
         "reference": reference,
         "ours": lambda x, update, w: add_norm(x, update, w, None, 1e-5, x.dtype),
     }
+    if (liger := liger_functions()) is not None:
+        forms["liger"] = lambda x, update, w: liger.liger_fused_add_rms_norm(x, update, w, 1e-5, in_place=False)[::-1]
     return Kernel((x, update, weight), at.compiled(forms, reference), bytes=8 * x.nbytes)
+
+
+def _add_layer_norm(at: _Inputs) -> Kernel:
+    s = at.sizes
+    x, update = at.randn(s.tokens, s.hidden), at.randn(s.tokens, s.hidden)
+
+    def reference(x: Tensor, update: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm_reference(x, update, w, b, 1e-5, x.dtype)
+
+    forms: dict[str, Form] = {
+        "reference": reference,
+        "ours": lambda x, update, w, b: add_norm(x, update, w, b, 1e-5, x.dtype),
+    }
+    inputs = (x, update, at.randn(s.hidden), at.randn(s.hidden))
+    return Kernel(inputs, at.compiled(forms, reference), bytes=8 * x.nbytes)
 
 
 def _layer_norm(at: _Inputs) -> Kernel:
@@ -145,7 +90,7 @@ def _layer_norm(at: _Inputs) -> Kernel:
         "reference": lambda x, w, b: layer_norm_reference(x, w, b, 1e-5),
         "ours": lambda x, w, b: layer_norm(x, w, b, 1e-5),
     }
-    if (liger := _liger()) is not None:
+    if (liger := liger_functions()) is not None:
         forms["liger"] = lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5)
     return Kernel((x, weight, bias), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
 
@@ -154,19 +99,22 @@ def _swiglu(at: _Inputs) -> Kernel:
     s = at.sizes
     gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
     forms: dict[str, Form] = {"reference": swiglu_reference, "ours": swiglu}
-    if (liger := _liger()) is not None:
+    if (liger := liger_functions()) is not None:
         forms["liger"] = liger.liger_swiglu
     return Kernel((gate, up), at.compiled(forms, swiglu_reference), bytes=8 * gate.nbytes)
 
 
-def _geglu(at: _Inputs) -> Kernel:
-    s = at.sizes
-    gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
-    reference = partial(geglu_reference, variant="geglu_tanh")
-    forms: dict[str, Form] = {"reference": reference, "ours": partial(geglu, variant="geglu_tanh")}
-    if (liger := _liger()) is not None:
-        forms["liger"] = liger.liger_geglu
-    return Kernel((gate, up), at.compiled(forms, reference), bytes=8 * gate.nbytes)
+def _geglu(variant: GegluVariant) -> Callable[[_Inputs], Kernel]:
+    def build(at: _Inputs) -> Kernel:
+        s = at.sizes
+        gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
+        reference = partial(geglu_reference, variant=variant)
+        forms: dict[str, Form] = {"reference": reference, "ours": partial(geglu, variant=variant)}
+        if variant == "geglu_tanh" and (liger := liger_functions()) is not None:  # the only one that Liger has
+            forms["liger"] = liger.liger_geglu
+        return Kernel((gate, up), at.compiled(forms, reference), bytes=8 * gate.nbytes)
+
+    return build
 
 
 def _rope(at: _Inputs) -> Kernel:
@@ -186,7 +134,7 @@ def _rope(at: _Inputs) -> Kernel:
         "reference": reference,
         "ours": lambda q, k: apply_rope_to_both(q, k, cache),
     }
-    if (liger := _liger()) is not None:
+    if (liger := liger_functions()) is not None:
         forms["liger"] = lambda q, k: liger.liger_rope(q, k, cache.cos[None], cache.sin[None])
     return Kernel((q, k), at.compiled(forms, reference), bytes=4 * (q.nbytes + k.nbytes))
 
@@ -213,6 +161,22 @@ def _attention(width: int) -> Callable[[_Inputs], Kernel]:
         return Kernel((q, k, v), forms, flops=3.5 * 2 * s.sequence**2 * s.heads * width)
 
     return build
+
+
+def _capped_attention(at: _Inputs) -> Kernel:
+    """Attention with a soft cap of its scores, as Gemma 2 has: in fp32 block by block, and what runs on GPUs take."""
+    s, width = at.sizes, 128
+    q = at.randn(1, s.heads, s.sequence, width)
+    k, v = at.randn(1, s.groups, s.sequence, width), at.randn(1, s.groups, s.sequence, width)
+    scoring = ScoreMod(soft_cap=50.0)
+
+    def by(backend: TakenBackend) -> Form:
+        attend = whole_sample_attention(s.sequence, None, None, None, backend)
+        return lambda q, k, v: attend(q, k, v, scoring)
+
+    forms: dict[str, Form] = {"scores in fp32": by("auto")}
+    forms["ours"] = by("flex" if at.setting.device == "cuda" else "math")
+    return Kernel((q, k, v), forms, flops=3.5 * 2 * s.sequence**2 * s.heads * width)
 
 
 def _packed_attention(at: _Inputs) -> Kernel:
@@ -257,41 +221,18 @@ def _linear_cross_entropy(at: _Inputs) -> Kernel:
         return LinearCrossEntropy(decoder, max(tokens // 2048, 2)).from_hidden(x[None], labels[None])
 
     forms: dict[str, Form] = {"reference": reference, "ours": ours}
-    if (liger := _liger()) is not None:
+    if (liger := liger_functions()) is not None:
         forms["liger"] = lambda x, w: liger.liger_fused_linear_cross_entropy(x, w, labels, reduction="sum")
     return Kernel((x, weight), at.compiled(forms, reference), flops=6 * x.numel() * s.vocabulary)
 
 
-def _experts(at: _Inputs) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return rows, the matrices of their experts, the offsets of even loads, and the operations of a step."""
-    s = at.sizes
-    rows = s.tokens * s.choices // 2
-    x, weight = at.randn(rows, s.hidden), at.randn(s.experts, s.expert_ffn, s.hidden, scale=0.02)
-    offsets = torch.arange(1, s.experts + 1, device=x.device, dtype=torch.int32) * (rows // s.experts)
-    return x, weight, offsets, 6 * rows * s.hidden * s.expert_ffn
-
-
 def _grouped_linear(at: _Inputs) -> Kernel:
-    x, weight, offsets, flops = _experts(at)
+    x, weight, offsets, flops = experts_inputs(at)
     forms: dict[str, Form] = {
         "reference": lambda x, w: grouped_linear_reference(x, w, offsets),
         "ours": lambda x, w: grouped_linear(x, w, offsets),
     }
     return Kernel((x, weight), forms, flops=flops)
-
-
-def _float8_grouped_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
-        x, weight, offsets, flops = _experts(at)
-        spec = Float8Spec(recipe=recipe, format="e4m3")  # type: ignore[arg-type]
-        matmuls = Float8GroupedMatmuls(spec, at.setting.device != "cuda", lambda operand, amax: amax, None)
-        forms: dict[str, Form] = {
-            "bf16": lambda x, w: grouped_linear(x, w, offsets),
-            "ours": lambda x, w: grouped_linear_by(matmuls, x, w, offsets),
-        }
-        return Kernel((x, weight), forms, flops=flops, fp8=True)
-
-    return build
 
 
 def _permute(at: _Inputs) -> Kernel:
@@ -312,63 +253,6 @@ def _permute(at: _Inputs) -> Kernel:
     # forward: x read k times, rows written, read again, the sum written; backward: the same and the rows once more
     moved = (s.choices * 3 + 1 + s.choices * 4 + 1) * x.nbytes
     return Kernel((x, weights), at.compiled(forms, reference), bytes=moved)
-
-
-def _float8_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
-        s = at.sizes
-        x, weight = at.randn(s.tokens, 2 * s.hidden), at.randn(7 * s.hidden, 2 * s.hidden, scale=0.02)
-        emulate = at.setting.device != "cuda"
-        matmuls = Float8Matmuls(Float8Spec(recipe=recipe), emulate, lambda operand, amax: amax, None)  # type: ignore[arg-type]
-
-        def ours(x: Tensor, w: Tensor) -> Tensor:
-            return linear_by(matmuls, x, w)
-
-        forms: dict[str, Form] = {"bf16": F.linear, "ours": ours}
-        if at.setting.compile:
-            forms["ours, compiled"] = torch.compile(ours)
-        return Kernel((x, weight), forms, flops=6 * x.numel() * weight.shape[0], fp8=True)
-
-    return build
-
-
-def _float8_cast(block: Block, power_of_two: bool) -> Callable[[_Inputs], Kernel]:
-    """A cast with the scales of its own blocks: of one read, against an amax and a cast that read twice."""
-
-    def build(at: _Inputs) -> Kernel:
-        x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
-
-        def reference(x: Tensor) -> Sequence[Tensor]:
-            return REFERENCE.cast_blocks(x, block, power_of_two, E4M3)
-
-        def ours(x: Tensor) -> Sequence[Tensor]:
-            cast = Float8Matrix.quantize_blocks(x, block, E4M3, power_of_two=power_of_two)
-            return cast.values, cast.scales
-
-        def apart(x: Tensor) -> Sequence[Tensor]:
-            amax = block_amax(x, block)
-            scales = power_of_two_scale(amax, E4M3) if power_of_two else scale_from_amax(amax, E4M3)
-            return Float8Matrix.quantize(x, scales, block, E4M3).values, scales
-
-        forms: dict[str, Form] = {"reference": reference, "ours": ours, "ours, amax apart": apart}
-        return Kernel((x,), at.compiled(forms, reference), bytes=3 * x.numel(), backward=False)
-
-    return build
-
-
-def _float8_cast_delayed(at: _Inputs) -> Kernel:
-    x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
-    scale = torch.full((1, 1), 100.0, device=x.device)
-
-    def reference(x: Tensor) -> Sequence[Tensor]:
-        return REFERENCE.cast_with_amax(x, scale, E4M3, True)
-
-    def ours(x: Tensor) -> Sequence[Tensor]:
-        rows, columns, amax = Float8Matrix.quantize_both_with_amax(x, scale, E4M3)
-        return rows.values, columns.values, amax
-
-    forms: dict[str, Form] = {"reference": reference, "ours": ours}
-    return Kernel((x,), at.compiled(forms, reference), bytes=4 * x.numel(), backward=False)
 
 
 def _adamw(at: _Inputs) -> Kernel:
@@ -392,6 +276,29 @@ def _adamw(at: _Inputs) -> Kernel:
     return Kernel((), forms, bytes=28 * s.tensor * s.tensors, backward=False)
 
 
+def _adamw_bf16(at: _Inputs) -> Kernel:
+    """AdamW with moments in bf16, which are copied to fp32 and back in pieces, next to moments in fp32."""
+    s, rule = at.sizes, AdamW(OptimizerSpec())
+    parameters = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
+    gradients = [torch.randn_like(one) for one in parameters]
+
+    def update(dtype: torch.dtype) -> Form:
+        def state(one: Tensor) -> ParameterState:
+            moments = {name: torch.zeros_like(one, dtype=dtype) for name in rule.state_names}
+            return ParameterState(moments, torch.zeros((), device=one.device))
+
+        states = [state(one) for one in parameters]
+
+        def call() -> list[Tensor]:
+            rule.apply(Update(parameters, gradients, states, learning_rate=1e-4, weight_decay=0.1, divisor=1.0))
+            return []
+
+        return call
+
+    forms: dict[str, Form] = {"moments in fp32": update(torch.float32), "ours": update(torch.bfloat16)}
+    return Kernel((), forms, bytes=20 * s.tensor * s.tensors, backward=False)
+
+
 def _grad_norm(at: _Inputs) -> Kernel:
     s = at.sizes
     gradients = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
@@ -410,22 +317,19 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "RMSNorm": _rms_norm,
     "residual and RMSNorm": _add_rms_norm,
     "SwiGLU": _swiglu,
-    "GEGLU, tanh": _geglu,
+    "GEGLU, tanh": _geglu("geglu_tanh"),
     "rope": _rope,
-    "fp8 linear, tensorwise": _float8_linear("tensorwise"),
-    "fp8 linear, rowwise": _float8_linear("rowwise"),
-    "fp8 linear, blockwise": _float8_linear("blockwise"),
-    "fp8 cast, 1 x 128": _float8_cast((1, 128), False),
-    "fp8 cast, 128 x 128": _float8_cast((128, 128), False),
-    "fp8 cast, mxfp8": _float8_cast((1, 32), True),
-    "fp8 cast, delayed, both layouts": _float8_cast_delayed,
     "grouped linear": _grouped_linear,
-    "fp8 grouped linear, rowwise": _float8_grouped_linear("rowwise"),
-    "fp8 grouped linear, blockwise": _float8_grouped_linear("blockwise"),
     "permute and unpermute": _permute,
     "AdamW": _adamw,
     "gradient norm": _grad_norm,
     "LayerNorm": _layer_norm,
+    "residual and LayerNorm": _add_layer_norm,
+    "GEGLU, exact": _geglu("geglu"),
+    "GEGLU, quick": _geglu("quick_geglu"),
+    "AdamW, bf16 states": _adamw_bf16,
+    "attention, soft cap": _capped_attention,
+    **FLOAT8_KERNELS,
 }
 
 
@@ -437,13 +341,15 @@ def measure(name: str, setting: Setting) -> dict[str, Any]:
     upstream: list[Tensor] = []
     found: dict[str, Any] = {}
     for form, function in kernel.forms.items():
+        inputs = _copies(kernel.inputs)  # Liger writes gradients into what it got
         try:
             if not upstream and kernel.backward:
-                upstream = [torch.randn_like(one) for one in _outputs(kernel, function)]
-            results = _run(kernel, function, upstream)
+                upstream = [torch.randn_like(one) for one in _outputs(function, inputs)]
+            run = partial(_run, function, inputs, _copies(upstream))
+            results = run()
             expected = results if expected is None else expected
             error = max((relative_error(*both) for both in zip(results, expected, strict=True)), default=0.0)
-            seconds = median_seconds(partial(_run, kernel, function, upstream), setting.device)
+            seconds = median_seconds(run, setting.device)
         except Exception as problem:
             found[form] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
             continue
@@ -455,13 +361,18 @@ def measure(name: str, setting: Setting) -> dict[str, Any]:
     return {"forms": found, "fp8": kernel.fp8}
 
 
-def _outputs(kernel: Kernel, function: Form) -> list[Tensor]:
-    made = function(*kernel.inputs)
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return leaves with the same values."""
+    return [one.detach().clone().requires_grad_(one.requires_grad) for one in tensors]
+
+
+def _outputs(function: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
+    made = function(*inputs)
     return [made] if isinstance(made, Tensor) else list(made)
 
 
-def _run(kernel: Kernel, function: Form, upstream: list[Tensor]) -> list[Tensor]:
-    """Run forward and backward; return outputs and gradients."""
-    outputs = _outputs(kernel, function)
-    gradients = torch.autograd.grad(outputs, kernel.inputs, upstream) if kernel.backward else ()
+def _run(function: Form, inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """Run forward, and backward if there is an upstream gradient; return outputs and gradients."""
+    outputs = _outputs(function, inputs)
+    gradients = torch.autograd.grad(outputs, inputs, upstream) if upstream else ()
     return [one.detach() for one in (*outputs, *gradients)]
