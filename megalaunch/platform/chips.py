@@ -300,9 +300,9 @@ _ROWS = (
 )
 
 
-def chips_of(capability: float) -> tuple[str, ...]:
-    """Return the names of the chips of this table that have a CUDA compute capability, one generation."""
-    return tuple(row.name for row in _ROWS if row.capability == capability)
+def chips_of(least: float, below: float) -> tuple[str, ...]:
+    """Return the names of the chips of this table whose CUDA compute capability is in [least, below)."""
+    return tuple(row.name for row in _ROWS if row.capability is not None and least <= row.capability < below)
 
 
 class _Chips(Mapping[str, ChipFacts]):

@@ -26,6 +26,7 @@ class PlatformFacts:
         device_nodes: a pattern of the names in /dev, one for each device; None: unknown.
         priority: of the platforms that a machine has, automatic selection takes the highest.
         captures_graphs: whether its implementation captures graphs of kernels, as CUDA does (`train.cuda_graphs`).
+        multiplies_float8: whether native fp8 runs on it, by `torch.nn.functional.scaled_mm`; else fp8 is emulated.
     """
 
     device: str
@@ -36,6 +37,7 @@ class PlatformFacts:
     device_nodes: str | None = None
     priority: int = 100
     captures_graphs: bool = False
+    multiplies_float8: bool = False
 
 
 # Device nodes: of the drivers. torch_txda's driver is not public, so that a TXDA is selected by name only.
@@ -50,6 +52,7 @@ _ROWS = (
         r"nvidia\d+",
         priority=500,
         captures_graphs=True,
+        multiplies_float8=True,
     ),
     PlatformFacts(
         "musa",

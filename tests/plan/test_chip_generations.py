@@ -86,7 +86,7 @@ def test_ada_multiplies_fp8_with_scales_of_tensors_and_rows(chip, recipe):
 def test_ada_refuses_scales_of_blocks_and_names_what_it_has(chip, recipe, needs):
     (error,) = _found(*TINY, *WIDE, f"platform={chip}", "precision=fp8", f"precision.fp8.recipe={recipe}")
     assert error.message == f"{recipe} needs {needs}, but {chip} has tensorwise, delayed, rowwise"
-    assert error.fixes == ("precision.fp8.recipe=rowwise",)
+    assert error.fixes == ("precision.fp8.recipe=rowwise", "precision.emulate=true")
 
 
 def test_what_other_chips_have_is_named_too():

@@ -50,12 +50,12 @@ def test_the_shipped_recipe_fits_and_says_nothing():
 def test_almost_full_is_a_warning(monkeypatch):
     spec, composition = resolved("recipe=llama3_8b")
     snug = replace(CHIPS["h100"], memory_bytes=int(predict_memory(spec).total / 0.97))
-    monkeypatch.setattr("megalaunch.plan.rules.memory.CHIPS", {"h100": snug})
+    monkeypatch.setattr("megalaunch.plan.rules.registry.CHIPS", {"h100": snug})
     (finding,) = _found(spec, composition.origins)
     assert finding.severity == "warning"
     assert "leaves little for libraries" in finding.message
     monkeypatch.setattr(
-        "megalaunch.plan.rules.memory.CHIPS",
+        "megalaunch.plan.rules.registry.CHIPS",
         {"h100": replace(snug, memory_bytes=int(predict_memory(spec).total / 0.94))},
     )
     assert not _found(spec, composition.origins)

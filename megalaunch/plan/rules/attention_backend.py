@@ -15,7 +15,6 @@ from megalaunch.plan.attention_backends import (
     serving_backends,
 )
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
-from megalaunch.platform.chips import CHIPS
 from megalaunch.schema.model import AttentionBackend
 
 _KEY = "model.attention_backend"
@@ -52,9 +51,9 @@ def backend_platform(at: RuleContext) -> Iterator[Violation]:
         why = "torch's FlexAttention has no backward pass on" if name == "flex" else f"{name} attention does not run on"
         yield Violation(_KEY, f"{why} {device}", {"device": device}, _other_backends(at))
         return
-    if device == "cpu":
+    chip = at.chip
+    if chip is None or device == "cpu":
         return
-    chip = CHIPS[at.spec.platform.chip]
     if facts.nvidia_only and not chip.is_nvidia:
         yield Violation(_KEY, f"{facts.meaning} has no kernels for {chip.name}", fixes=_other_backends(at))
     if not has_kernels_for(facts, chip):

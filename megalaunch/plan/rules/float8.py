@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples
+from megalaunch.platform.chip_facts import ChipFacts
 from megalaunch.platform.chips import CHIPS, chips_of
+from megalaunch.platform.plugins import find_platform
 from megalaunch.schema.precision import Float8Recipe
 
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Block size by recipe: operand alignment of an fp8 matmul (16), or values per scale (DeepSeek-V3: 128, MX: 32)."""
 
-_ADA, _HOPPER, _BLACKWELL = chips_of(8.9), chips_of(9.0), chips_of(10.0)
+_ADA, _HOPPER, _BLACKWELL, _LATER = 8.9, 9.0, 10.0, 11.0
+"""CUDA compute capabilities: the first with fp8 units, of two generations, and the first after these."""
+
+_ANY = math.inf
 _FNUZ = ("mi300x",)
 
 register_inert(
@@ -71,29 +76,63 @@ def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: 
     )
 
 
-@rule("fp8.chip", "The chip supports fp8 matmuls, or precision.emulate is on.")
+@rule("fp8.chip", "Platform and chip multiply fp8, or precision.emulate is on.")
 def chip(at: RuleContext) -> Iterator[Violation]:
-    """Ada, Hopper and MI300 were the first that do; elsewhere emulation computes the same numbers, slowly."""
-    facts, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
-    if precision.compute_dtype != "fp8" or precision.emulate or facts is None or "fp8" in facts.peak_flops:
+    """Native fp8 is torch's on CUDA, from Ada and MI300 on; elsewhere emulation computes the same numbers, slowly."""
+    facts, precision = at.chip, at.spec.precision
+    if precision.compute_dtype != "fp8" or precision.emulate or facts is None:
         return
-    if facts.peak_flops or facts.device == "cpu":
-        formats = ", ".join(facts.peak_flops) or "fp32 and bf16"
+    lack = _float8_lack(facts)
+    if lack is not None:
         yield Violation(
             "precision.compute_dtype",
-            f"{facts.name} has no fp8 units: it computes in {formats}",
+            f"{lack}: it computes in {_other_formats(facts)}",
             fixes=({"precision.emulate": True}, {"precision.compute_dtype": "fp16" if facts.lacks_bf16 else "bf16"}),
         )
+
+
+def _float8_lack(facts: ChipFacts) -> str | None:
+    """Return which part of a run on a chip has no fp8; None if none is known to lack it."""
+    platform = find_platform(facts.device)
+    if facts.device != "cpu" and platform is not None and not platform.multiplies_float8:
+        chip = "" if facts.name == facts.device else f" ({facts.name})"
+        return f"platform {facts.device}{chip} has no fp8 matmuls"
+    if facts.capability is not None:
+        return f"{_named(facts)} has no fp8 units" if facts.capability < _ADA else None
+    lacks = facts.device == "cpu" or (facts.peak_flops and "fp8" not in facts.peak_flops)
+    return f"{facts.name} has no fp8 units" if lacks else None
+
+
+def _other_formats(facts: ChipFacts) -> str:
+    """Return the formats with published peaks, or where there are none the engine's for the platform."""
+    published = [name for name in facts.peak_flops if name != "fp8"]
+    if facts.device == "cpu":
+        return "fp32 and bf16"
+    return ", ".join(published) or ("fp16 and fp32" if facts.lacks_bf16 else "bf16, fp16 and fp32")
+
+
+def _named(facts: ChipFacts) -> str:
+    """Return a chip's name; that of a GPU without a row says nothing of its generation."""
+    known = CHIPS[facts.name].capability is not None or facts.capability is None
+    return facts.name if known else f"{facts.name} of compute capability {facts.capability}"
+
+
+def _is_within(facts: ChipFacts, least: float, below: float) -> bool:
+    """Return whether a chip's compute capability is in [least, below); True where it is unknown."""
+    return facts.capability is None or least <= facts.capability < below
 
 
 @rule("fp8.experts_chip", "The chip has a grouped fp8 matmul, if experts compute in native fp8.")
 def experts_chip(at: RuleContext) -> Iterator[Violation]:
     """torch's grouped matmul in fp8 is written for Hopper, Blackwell and MI300; Ada has fp8 linear layers only."""
-    if _is_native(at) and at.has_experts and at.spec.platform.chip in _ADA:
+    facts = at.chip
+    if not (_is_native(at) and at.has_experts) or facts is None or _float8_lack(facts):
+        return
+    if not _is_within(facts, _HOPPER, _LATER):
         yield Violation(
             "precision.compute_dtype",
-            f"native matmuls of experts need Hopper or Blackwell ({', '.join((*_HOPPER, *_BLACKWELL))}), "
-            f"but the chip is {at.spec.platform.chip}",
+            f"native matmuls of experts need Hopper or Blackwell ({', '.join(chips_of(_HOPPER, _LATER))}), "
+            f"but the chip is {_named(facts)}",
             fixes=({"precision.compute_dtype": "bf16"}, {"precision.emulate": True}),
         )
 
@@ -124,7 +163,7 @@ def tp_comm_overlap(at: RuleContext) -> Iterator[Violation]:
 @rule("fp8.mxfp8_chip", "The mxfp8 recipe runs on Blackwell.")
 def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
     """Its tensor cores read one scale per 32 values; other chips have no such instruction."""
-    yield from _recipe_chips(at, "mxfp8", "Blackwell", _BLACKWELL, ("blockwise", "rowwise"))
+    yield from _recipe_chips(at, "mxfp8", "Blackwell", (_BLACKWELL, _ANY), ("blockwise", "rowwise"))
 
 
 @rule("fp8.blockwise_chip", "The blockwise recipe runs on Hopper.")
@@ -134,38 +173,37 @@ def blockwise_chip(at: RuleContext) -> Iterator[Violation]:
     Transformer Engine has it on Blackwell too.
     """
     if at.spec.precision.uses_transformer_engine:
-        yield from _recipe_chips(at, "blockwise", "Hopper or Blackwell", (*_HOPPER, *_BLACKWELL), ("tensorwise",))
+        yield from _recipe_chips(at, "blockwise", "Hopper or Blackwell", (_HOPPER, _ANY), ("tensorwise",))
     else:
-        yield from _recipe_chips(at, "blockwise", "Hopper", _HOPPER, ("mxfp8", "rowwise"))
+        yield from _recipe_chips(at, "blockwise", "Hopper", (_HOPPER, _BLACKWELL), ("mxfp8", "rowwise"))
 
 
 def _recipe_chips(
-    at: RuleContext, recipe: str, generation: str, chips: tuple[str, ...], others: tuple[str, ...]
+    at: RuleContext, recipe: str, generation: str, capabilities: tuple[float, float], others: tuple[str, ...]
 ) -> Iterator[Violation]:
-    """Yield a violation if the chip multiplies fp8, but not by this recipe; fixes are other recipes.
+    """Yield a violation if the chip multiplies fp8, but not by this recipe; fixes are other recipes, and emulation.
 
     Other rules report chips that multiply none of the recipes.
     """
-    facts, precision = CHIPS.get(at.spec.platform.chip), at.spec.precision
-    known = facts is not None and "fp8" in facts.peak_flops
-    if not _alignment(at) or precision.emulate or not known or at.spec.platform.chip in (*chips, *_FNUZ):
+    facts, precision = at.chip, at.spec.precision
+    if not _alignment(at) or precision.emulate or precision.fp8.recipe != recipe or facts is None:
         return
-    if precision.fp8.recipe == recipe:
+    if not _is_within(facts, *capabilities) and not _float8_lack(facts):
         yield Violation(
             "precision.fp8.recipe",
-            f"{recipe} needs {generation} ({', '.join(chips)}), "
-            f"but {at.spec.platform.chip} has {', '.join(_recipes_of(at))}",
-            fixes=tuple({"precision.fp8.recipe": other} for other in others),
+            f"{recipe} needs {generation} ({', '.join(chips_of(*capabilities))}), "
+            f"but {_named(facts)} has {', '.join(_recipes_of(at, facts))}",
+            fixes=(*({"precision.fp8.recipe": other} for other in others), {"precision.emulate": True}),
         )
 
 
-def _recipes_of(at: RuleContext) -> list[Float8Recipe]:
+def _recipes_of(at: RuleContext, facts: ChipFacts) -> list[Float8Recipe]:
     """Return the recipes that the chip computes natively, or by Transformer Engine where the run uses it."""
-    chip, library = at.spec.platform.chip, at.spec.precision.uses_transformer_engine
+    library = at.spec.precision.uses_transformer_engine
     recipes: list[Float8Recipe] = ["tensorwise"] if library else ["tensorwise", "delayed", "rowwise"]
-    if chip in _HOPPER or (library and chip in _BLACKWELL):
+    if _is_within(facts, _HOPPER, _ANY if library else _BLACKWELL):
         recipes.append("blockwise")
-    return [*recipes, "mxfp8"] if chip in _BLACKWELL else recipes
+    return [*recipes, "mxfp8"] if _is_within(facts, _BLACKWELL, _ANY) else recipes
 
 
 @rule("fp8.fnuz_chip", "Native fp8 needs the formats e4m3fn and e5m2.")

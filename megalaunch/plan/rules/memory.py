@@ -13,7 +13,6 @@ from megalaunch.plan.memory.loss_chunks import count_loss_chunks, microbatch_tok
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import suggestions_enabled
-from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec, SpecError, with_values
 
 _CANDIDATES = 12
@@ -32,7 +31,7 @@ _FULL: dict[str, Any] = {
 @rule("memory.fits", "Weights, gradients, optimizer states, activations and logits fit into device memory.")
 def fits(at: RuleContext) -> Iterator[Violation]:
     """Out of memory is the most frequent failure of a new layout; the memory model describes this engine."""
-    chip = CHIPS.get(at.spec.platform.chip)
+    chip = at.chip
     if chip is None or chip.device == "cpu" or chip.memory_bytes is None:
         return
     memory = peak_memory(at)

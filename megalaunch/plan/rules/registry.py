@@ -21,6 +21,8 @@ from megalaunch.plan.world import (
     num_microbatches,
     world_size,
 )
+from megalaunch.platform.chip_facts import ChipFacts
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.schema import RunSpec
 
@@ -45,6 +47,11 @@ class RuleContext:
         """The machine, if the run is for its chip."""
         made_for_it = self.machine is not None and self.machine.chip.name == self.spec.platform.chip
         return self.machine if made_for_it else None
+
+    @cached_property
+    def chip(self) -> ChipFacts | None:
+        """The run's chip, with what this machine detected of it; None if it is unknown."""
+        return self.local_machine.chip if self.local_machine else CHIPS.get(self.spec.platform.chip)
 
     @cached_property
     def world(self) -> int | None:
