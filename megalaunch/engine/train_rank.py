@@ -18,7 +18,7 @@ from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
 from megalaunch.engine.train.validator import TaskEvaluator
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
-from megalaunch.plan.attention_choice import describe_backend, taken_backend
+from megalaunch.plan.attention_choice import describe_backend, taken_backends
 from megalaunch.plan.overrides import override_changes, override_entries
 from megalaunch.platform.overrides import active_overrides
 from megalaunch.rundir.outcome import ExitCode
@@ -52,8 +52,8 @@ def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger,
 
 def _attention_kernel(spec: RunSpec) -> str:
     """Return which kernel of attention a run takes, and why; of a package also its version."""
-    load = RUN_KERNELS.get(taken_backend(spec))
-    return describe_backend(spec) if load is None else f"{load().description}, {describe_backend(spec)}"
+    loaded = [RUN_KERNELS[name]().description for name in sorted(taken_backends(spec).all & RUN_KERNELS.keys())]
+    return ", ".join((*loaded, describe_backend(spec)))
 
 
 def record_overrides(device: str, record: RunLogger) -> tuple[str, ...]:

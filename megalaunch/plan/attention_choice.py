@@ -28,15 +28,15 @@ from megalaunch.schema import RunSpec
 from megalaunch.schema.model import AttentionBackend, ModelSpec
 
 TakenBackend = AttentionBackend | Literal["varlen"]
-"""What the engine is built with: a value of `model.attention_backend`, or flash attention of all packed documents in
-one call (torch's varlen_attn), which serves `flash` and `auto`."""
+"""What the engine is built with: a value of `model.attention_backend`, or torch's varlen_attn, flash attention of
+packed documents and sliding windows in one call, which serves `flash` and `auto`."""
 
 RUN_BACKENDS: frozenset[TakenBackend] = frozenset({"flash_attn", "te", "varlen"})
 """The backends of which a call computes contiguous queries over all of their keys, documents by their lengths."""
 
-_FLEX_OF_AUTO = replace(BACKENDS["flex"], gpu_16_bits_only=True, capability=AMPERE)
+_FLEX_OF_AUTO = replace(BACKENDS["flex"], gpu_16_bits_only=True, head_sizes=(16, 256), capability=AMPERE)
 _VARLEN = BackendFacts(
-    "torch's flash attention of all packed documents in one call",
+    "torch's flash attention of windows and packed documents in one call",
     gpu_16_bits_only=True,
     head_sizes=(1, 256),
     exchanges=("a2a", "allgather"),
@@ -45,19 +45,55 @@ _VARLEN = BackendFacts(
 )
 
 
-def taken_backend(spec: RunSpec) -> TakenBackend:
-    """Return the backend that the engine is built with: on GPUs `auto` and `flash` may mean another for a whole run.
+@dataclass(frozen=True)
+class TakenBackends:
+    """The backends that the engine is built with, by kind of layer.
+
+    Attributes:
+        full: of layers without a sliding window.
+        windowed: of layers with one; None: the same.
+    """
+
+    full: TakenBackend = "auto"
+    windowed: TakenBackend | None = None
+
+    def of(self, window: int | None) -> TakenBackend:
+        """Return the backend of layers with this window (None: full attention)."""
+        return self.full if window is None or self.windowed is None else self.windowed
+
+    @property
+    def all(self) -> frozenset[TakenBackend]:
+        """The backends of any layer."""
+        return frozenset({self.full, self.windowed or self.full})
+
+
+def taken_backends(spec: RunSpec) -> TakenBackends:
+    """Return the backends that the layers of a run are built with."""
+    by_window = {layer.window: taken_backend(spec, layer.window) for layer in list_layers(spec.model)}
+    windowed = next((backend for window, backend in by_window.items() if window is not None), None)
+    return TakenBackends(by_window.get(None, windowed or "auto"), windowed)
+
+
+def taken_backend(spec: RunSpec, window: int | None) -> TakenBackend:
+    """Return the backend of layers with this window (None: full): on GPUs `auto` and `flash` may mean another.
 
     A ring merges blocks by their log-sum-exp, of which neither of the two kernels has a backward pass.
     """
     model, backend = spec.model, spec.model.attention_backend
-    capped, dropped = model.attn_logit_softcapping is not None, model.attention_dropout > 0
-    if backend == "auto" and capped and not dropped and _is_served(spec, _FLEX_OF_AUTO):
-        return "flex"
-    plain = not (capped or dropped or model.attention_sinks)
-    if backend in ("auto", "flash") and spec.data.reset_attention_mask and plain and _is_served(spec, _VARLEN):
+    if backend not in ("auto", "flash") or model.attention_dropout > 0:
+        return backend
+    masked = spec.data.reset_attention_mask or _is_windowed(spec, window)
+    modified = model.attn_logit_softcapping is not None or model.attention_sinks
+    if masked and not modified and _is_served(spec, _VARLEN):
         return "varlen"
+    if backend == "auto" and (masked or modified) and _is_served(spec, _FLEX_OF_AUTO):
+        return "flex"
     return backend
+
+
+def _is_windowed(spec: RunSpec, window: int | None) -> bool:
+    """Return whether a window hides tokens of a sample."""
+    return window is not None and window < spec.batch.sequence_length
 
 
 def _is_served(spec: RunSpec, facts: BackendFacts) -> bool:
@@ -77,7 +113,7 @@ def _is_served(spec: RunSpec, facts: BackendFacts) -> bool:
 
 AutoKernel = Literal["torch", "dense_mask", "flash_blocks", "fp32_blocks", "flex", "varlen", "cpu"]
 """What `auto` takes: torch's operator, the same with a dense mask, blocks by flash attention or with fp32 scores,
-FlexAttention, flash attention of all packed documents in one call, or that of a CPU."""
+FlexAttention, flash attention of windows and documents in one call, or that of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +142,14 @@ def computes_scores(model: ModelSpec, whole_samples: bool, length: int) -> bool:
 def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
     """Return what `auto` takes for layers with this sliding window (None: full attention)."""
     model, length = spec.model, spec.batch.sequence_length
-    match taken_backend(spec):
+    match taken_backend(spec, window):
         case "flex":
-            return KernelChoice("flex", "computes soft caps, which no other fused kernel of torch does")
+            return KernelChoice("flex", _why_flex(model))
         case "varlen":
-            return KernelChoice("varlen", "computes no pairs of two documents")
+            hidden = "of two documents" if spec.data.reset_attention_mask else "outside of the window"
+            return KernelChoice("varlen", f"computes no pairs {hidden}")
     blocks: AutoKernel = "flash_blocks" if _has_flash(spec) else "fp32_blocks"
-    masked = spec.data.reset_attention_mask or (window or length) < length
+    masked = spec.data.reset_attention_mask or _is_windowed(spec, window)
     whole = spec.parallel.cp == 1 or most_common_cp_comm_type(spec.parallel) == "a2a"
     if computes_scores(model, whole, length):
         return KernelChoice("fp32_blocks", _why_scores(model))
@@ -127,6 +164,14 @@ def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
     if device_of(spec) == "cpu":
         return KernelChoice("cpu", "by dtype and length: the faster on a CPU")
     return KernelChoice("torch", _torch_kernels(spec))
+
+
+def _why_flex(model: ModelSpec) -> str:
+    if model.attn_logit_softcapping is not None:
+        return "computes soft caps, which no other fused kernel of torch does"
+    if model.attention_sinks:
+        return "returns the log-sum-exp, which sinks join, and skips hidden blocks"
+    return "skips the blocks that a window or documents hide"
 
 
 def _why_scores(model: ModelSpec) -> str:
@@ -170,8 +215,9 @@ def describe_backend(spec: RunSpec) -> str:
     """Return which kernel of attention a run takes, and why, in one sentence; of windows and full attention if two."""
     backend = spec.model.attention_backend
     if backend != "auto":
-        meaning = _VARLEN.meaning if taken_backend(spec) == "varlen" else BACKENDS[backend].meaning
-        return f"{meaning}: chosen by model.attention_backend"
+        taken = sorted(taken_backends(spec).all)
+        meanings = (_VARLEN.meaning if name == "varlen" else BACKENDS[name].meaning for name in taken if name != "auto")
+        return f"{', '.join(meanings)}: chosen by model.attention_backend"
     windows = {layer.window for layer in list_layers(spec.model)}
     by_window = {window: choose_kernel(spec, window) for window in windows}
     if len(set(by_window.values())) == 1:

@@ -40,8 +40,10 @@ def implementations(device: str) -> Iterator[Implementation]:
             "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, selected by torch"
         )
     if device == "cuda":
-        yield Implementation("attention of packed documents in 16 bits (NVIDIA; no ring)", "torch's varlen_attn")
-        yield Implementation("attention with a soft cap in 16 bits (no ring)", "torch's flex_attention")
+        yield Implementation(
+            "attention of windows and packed documents in 16 bits (NVIDIA; no ring)", "torch's varlen_attn"
+        )
+        yield Implementation("attention with sinks or a soft cap in 16 bits (no ring)", "torch's flex_attention")
     yield Implementation("attention with a window or documents in short samples", f"{_SDPA} with a mask")
     scores = f"{_ATTENTION}.online_softmax, fp32 scores"
     flash = {"cpu": "flash attention", "cuda": f"flash attention in 16 bits; in fp32 {scores}"}

@@ -34,6 +34,7 @@ from megalaunch.engine.train import train_step
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.plan.attention_choice import TakenBackends
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 from megalaunch.schema.precision import Float8Spec
@@ -248,7 +249,7 @@ def _attention(backend: str, mask: str, device: str, dtype: torch.dtype) -> list
     documents = torch.arange(tokens).div(100, rounding_mode="floor").expand(2, tokens) if mask == "documents" else None
     inputs = [torch.randn(2, heads, tokens, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
     upstream = torch.randn(2, 4, tokens, 64).to(device, dtype)
-    (attend,) = NoContextParallel(backend=backend).make_attention(
+    (attend,) = NoContextParallel(backends=TakenBackends(backend)).make_attention(
         tokens,
         None if documents is None else documents.to(device),
         [64 if mask == "window" else None],

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from made_specs import LAPTOP, resolved
 
 from megalaunch.plan.attention_backends import serving_backends
-from megalaunch.plan.attention_choice import describe_auto, describe_backend, taken_backend
+from megalaunch.plan.attention_choice import describe_auto, describe_backend, taken_backend, taken_backends
 from megalaunch.plan.check import check
-from megalaunch.plan.cost.attention import attention_kernel
-from megalaunch.plan.cost.constants import FLEX_RATE
+from megalaunch.plan.cost.attention import AttentionRates, AttentionShape, attention_kernel, attention_seconds
+from megalaunch.plan.cost.constants import ATTENTION_TILE, BLOCK_LAUNCHES, FLEX_RATE, HOST_LAUNCH
 from megalaunch.plan.cost.stacks import engine_stack
+from megalaunch.plan.cost.step import step_time
+from megalaunch.plan.layers import Layer, list_layers
 from megalaunch.schema import with_values
 
 TINY = ("recipe=tiny", "data.corpus=x")
 GPUS = ("cluster.nodes=1", "cluster.devices_per_node=8", "batch.global_batch_size=16", "precision.compute_dtype=bf16")
 H100, MI300X = (*TINY, "platform=h100", *GPUS), (*TINY, "platform=mi300x", *GPUS)
+V100 = (*TINY, "platform=v100", "precision=fp16")
 WIDE = ("model.head_dim=16",)
 FP32 = "precision.compute_dtype=fp32"
 WINDOW = "model.sliding_window=8"
+MIXED = (WINDOW, "model.sliding_window_pattern=2")
 CAP = "model.attn_logit_softcapping=30"
 PACKED = "data.reset_attention_mask=true"
 SINKS = "model.attention_sinks=true"
@@ -106,8 +112,12 @@ def test_a_fix_names_no_other_package(backend):
     [
         (TINY, "the faster on a CPU"),
         (H100, "torch's operator: flash, cuDNN or memory-efficient"),
-        ((*H100, WINDOW), "torch's operator with a dense mask: samples have at most 2,048 tokens"),
-        ((*H100, *LONG, WINDOW), "blocks of flash attention: documents or windows in samples above 2,048 tokens"),
+        ((*V100, WINDOW), "torch's operator with a dense mask: samples have at most 2,048 tokens"),
+        ((*V100, *LONG, WINDOW), "blocks with scores in fp32: documents or windows in samples above 2,048 tokens"),
+        ((*MI300X, *LONG, WINDOW), "blocks of flash attention: documents or windows in samples above 2,048 tokens"),
+        ((*MI300X, *WIDE, WINDOW), "torch's FlexAttention, compiled: skips the blocks that a window or documents hide"),
+        ((*H100, *LONG, WINDOW), "windows and packed documents in one call: computes no pairs outside of the window"),
+        ((*H100, *LONG, WINDOW, "parallel=cp2"), "blocks of flash attention: context parallelism"),
         ((*H100, "parallel=cp2"), "blocks of flash attention: context parallelism"),
         ((*H100, "precision.compute_dtype=fp32", "parallel=cp2"), "blocks with scores in fp32: context parallelism"),
         ((*H100, SINKS), "blocks with scores in fp32: torch's operator has no sinks, and samples have at most 2,048"),
@@ -115,7 +125,11 @@ def test_a_fix_names_no_other_package(backend):
         ((*H100, "parallel=cp2", SINKS), "blocks of flash attention: context parallelism"),
         ((*H100, *ULYSSES, SINKS), "blocks with scores in fp32: torch's operator has no sinks"),
         ((*H100, *LONG, *ULYSSES, SINKS), "blocks of flash attention: sinks in samples above 2,048 tokens"),
-        ((*H100, "model=gpt_oss_20b", *LONG), "blocks of flash attention: sinks in samples above 2,048 tokens"),
+        (
+            (*H100, "model=gpt_oss_20b", *LONG),
+            "torch's FlexAttention, compiled: returns the log-sum-exp, which sinks join",
+        ),
+        ((*H100, *WIDE, SINKS), "torch's FlexAttention, compiled: returns the log-sum-exp, which sinks join"),
         (
             (*H100, CAP),
             "blocks with scores in fp32: FlexAttention, which has soft caps, does not serve this device, dtype",
@@ -123,7 +137,10 @@ def test_a_fix_names_no_other_package(backend):
         ((*H100, *WIDE, CAP), "torch's FlexAttention, compiled: computes soft caps, which no other fused kernel"),
         ((*H100, *WIDE, CAP, WINDOW, "model.sliding_window_pattern=2"), "torch's FlexAttention, compiled: computes"),
         ((*H100, "model.attention_dropout=0.1"), "blocks with scores in fp32: fused kernels have other dropout masks"),
-        ((*H100, PACKED), "torch's flash attention of all packed documents in one call: computes no pairs of two"),
+        (
+            (*H100, PACKED),
+            "flash attention of windows and packed documents in one call: computes no pairs of two",
+        ),
         ((*H100, PACKED, "model.attention_backend=flash"), "packed documents in one call: chosen by model.attention"),
         ((*H100, "model.attention_backend=flash"), "chosen by model.attention_backend"),
         ((*H100, "model.attention_backend=flash_attn"), "package flash-attn: chosen by model.attention_backend"),
@@ -134,35 +151,63 @@ def test_a_run_reports_its_kernel_and_why(overrides, said):
 
 
 TAKEN = [
-    ((*H100, *WIDE, CAP), "flex"),
-    ((*H100, *WIDE, CAP, SINKS, PACKED), "flex"),
-    ((*TINY, "platform=mi300x", *GPUS, *WIDE, CAP), "flex"),
-    ((*H100, *WIDE, CAP, *ULYSSES), "flex"),
-    ((*H100, *WIDE, CAP, "parallel=cp2"), "auto"),  # a ring
-    ((*H100, *WIDE, CAP, FP32), "auto"),
-    ((*H100, *WIDE, CAP, "model.attention_dropout=0.1"), "auto"),
-    ((*TINY, "platform=v100", "precision=fp16", *WIDE, CAP), "auto"),
-    ((*TINY, *WIDE, CAP), "auto"),
-    ((*H100, *WIDE, CAP, "model.attention_backend=math"), "math"),
-    ((*H100, PACKED), "varlen"),
-    ((*H100, PACKED, WINDOW, "model.attention_backend=flash"), "varlen"),
-    ((*H100, PACKED, "parallel=cp2", "parallel.cp_comm_type=allgather"), "varlen"),
-    ((*H100, PACKED, *ULYSSES), "varlen"),
-    ((*H100, PACKED, "parallel=cp2", "model.attention_backend=flash"), "flash"),  # a ring
-    ((*H100, PACKED, *ULYSSES, "parallel.dynamic_context_parallel=true"), "auto"),
-    ((*H100, PACKED, SINKS), "auto"),
-    ((*H100, PACKED, FP32), "auto"),
-    ((*H100, PACKED, "model.head_dim=512"), "auto"),
-    ((*TINY, "platform=t4", "precision=fp16", PACKED), "auto"),
-    ((*TINY, "platform=mi300x", *GPUS, PACKED), "auto"),
-    ((*TINY, PACKED), "auto"),
-    (H100, "auto"),
+    ((*H100, *WIDE, CAP), "flex", None),
+    ((*H100, *WIDE, CAP, SINKS, PACKED), "flex", None),
+    ((*MI300X, *WIDE, CAP), "flex", None),
+    ((*H100, *WIDE, CAP, *ULYSSES), "flex", None),
+    ((*H100, *WIDE, CAP, "parallel=cp2"), "auto", None),  # a ring
+    ((*H100, *WIDE, CAP, FP32), "auto", None),
+    ((*H100, *WIDE, CAP, "model.attention_dropout=0.1"), "auto", None),
+    ((*V100, *WIDE, CAP), "auto", None),
+    ((*TINY, *WIDE, CAP), "auto", None),
+    ((*H100, *WIDE, CAP, "model.attention_backend=math"), "math", None),
+    ((*H100, PACKED), "varlen", None),
+    ((*H100, PACKED, WINDOW, "model.attention_backend=flash"), "varlen", "varlen"),
+    ((*H100, PACKED, "parallel=cp2", "parallel.cp_comm_type=allgather"), "varlen", None),
+    ((*H100, PACKED, *ULYSSES), "varlen", None),
+    ((*H100, PACKED, "parallel=cp2", "model.attention_backend=flash"), "flash", None),  # a ring
+    ((*H100, PACKED, *ULYSSES, "parallel.dynamic_context_parallel=true"), "auto", None),
+    ((*H100, PACKED, SINKS), "auto", None),  # FlexAttention takes no such narrow heads
+    ((*H100, *WIDE, PACKED, SINKS), "flex", None),
+    ((*H100, *WIDE, PACKED, SINKS, "model.attention_backend=flash"), "flash", None),
+    ((*H100, PACKED, FP32), "auto", None),
+    ((*H100, PACKED, "model.head_dim=512"), "auto", None),
+    ((*TINY, "platform=t4", "precision=fp16", PACKED), "auto", None),
+    ((*MI300X, PACKED), "auto", None),
+    ((*MI300X, *WIDE, PACKED), "flex", None),
+    ((*TINY, PACKED), "auto", None),
+    (H100, "auto", None),
+    ((*H100, WINDOW), "varlen", "varlen"),
+    ((*H100, *MIXED), "auto", "varlen"),
+    ((*H100, *MIXED, "model.attention_backend=flash"), "flash", "varlen"),
+    ((*H100, *MIXED, "model.attention_backend=efficient"), "efficient", "efficient"),
+    ((*H100, *MIXED, *ULYSSES), "auto", "varlen"),
+    ((*H100, *MIXED, "parallel=cp2", "parallel.cp_comm_type=allgather"), "auto", "varlen"),
+    ((*H100, *MIXED, "parallel=cp2", "parallel.cp_comm_type=[a2a,p2p]"), "auto", "auto"),
+    ((*H100, *MIXED, "parallel=cp2"), "auto", "auto"),  # a ring
+    ((*H100, *MIXED, "model.attention_dropout=0.1"), "auto", "auto"),
+    ((*H100, *WIDE, *MIXED, SINKS), "flex", "flex"),
+    ((*H100, *WIDE, *MIXED, SINKS, "parallel=cp2"), "auto", "auto"),
+    ((*H100, "model.sliding_window=64", "batch.sequence_length=64"), "auto", "auto"),  # it hides nothing
+    ((*MI300X, *WIDE, *MIXED), "auto", "flex"),
+    ((*MI300X, *MIXED), "auto", "auto"),
+    ((*V100, *WIDE, *MIXED, SINKS), "auto", "auto"),
+    ((*TINY, *WIDE, *MIXED, SINKS), "auto", "auto"),
+    ((*H100, "model=gpt_oss_20b", *LONG), "flex", "flex"),
+    ((*H100, "model=gemma3_1b", *LONG), "auto", "varlen"),
+    ((*H100, "model=gemma2_2b", *LONG), "flex", "flex"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "backend"), TAKEN)
-def test_what_a_run_is_built_with(overrides, backend):
-    assert taken_backend(resolved(*overrides)[0]) == backend
+@pytest.mark.parametrize(("overrides", "full", "windowed"), TAKEN)
+def test_what_a_run_is_built_with(overrides, full, windowed):
+    spec, _ = resolved(*overrides)
+    layers = {layer.window: taken_backend(spec, layer.window) for layer in list_layers(spec.model)}
+    taken = taken_backends(spec)
+    assert {window: taken.of(window) for window in layers} == layers
+    assert layers.get(None, full) == full
+    assert {backend for window, backend in layers.items() if window is not None} == {windowed} - {None}
+    assert taken.all == set(layers.values())
 
 
 def test_soft_caps_are_planned_at_the_rate_of_the_kernel_that_computes_them():
@@ -188,11 +233,54 @@ def test_packed_documents_in_one_call_are_not_merged_nor_masked():
 
 def test_a_run_reports_the_kernels_of_both_kinds_of_layers():
     mixed = resolved(*H100, *LONG, WINDOW, "model.sliding_window_pattern=2")[0]
-    windows = "blocks of flash attention: documents or windows in samples above 2,048 tokens"
+    call = "torch's flash attention of windows and packed documents in one call"
+    windows = f"{call}: computes no pairs outside of the window"
     full = "torch's operator: flash, cuDNN or memory-efficient, in torch's order of preference"
     assert describe_backend(mixed) == f"{windows}; in layers without a window {full}"
     assert describe_backend(with_values(mixed, {"model.sliding_window": None})) == full
     assert describe_backend(with_values(mixed, {"model.sliding_window_pattern": None})) == windows
+    flash = with_values(mixed, {"model.attention_backend": "flash"})
+    meaning = "torch's flash attention, by blocks of the mask"
+    assert describe_backend(flash) == f"{meaning}, {call}: chosen by model.attention_backend"
+
+
+def test_a_window_costs_what_the_kernel_multiplies():
+    spec, _ = resolved(*H100, *LONG, WINDOW)
+    one_call = attention_kernel(spec, engine_stack(spec), 8)
+    blocks = attention_kernel(with_values(spec, {"platform.chip": "mi300x"}), engine_stack(spec), 8)
+    assert (one_call.block, one_call.tile, one_call.launches, one_call.merges) == (4096, ATTENTION_TILE.value, 0, 0)
+    assert (blocks.block, blocks.tile, blocks.merges) == (8, 0, 2)
+    assert blocks.launches == (2 * 4096 / 8 - 1) * BLOCK_LAUNCHES.value
+    kind = Layer(0, experts=False, window=8, mtp=False)
+    shape, rates = AttentionShape(4096, 4096, 4, 2, 2), AttentionRates(1e15, 6e14, 1e14, 2.5e12)
+    narrow, wide = (
+        sum(attention_seconds(spec.model, replace(kind, window=window), shape, one_call, rates)) for window in (8, 136)
+    )
+    assert wide / narrow == pytest.approx((136 * (1 - 68 / 4096) + 128) / (8 * (1 - 4 / 4096) + 128))
+
+
+def test_sinks_of_flex_attention_cost_passes_over_its_output():
+    spec, _ = resolved(*H100, *LONG, *WIDE, SINKS)
+    kernel = attention_kernel(spec, engine_stack(spec), None)
+    assert (kernel.scaled, kernel.merges, kernel.launches) == (True, 0, 0)
+    kind = Layer(0, experts=False, window=None, mtp=False)
+    shape, rates = AttentionShape(4096, 4096, 4, 2, 2), AttentionRates(1e15, 6e14, 1e14, 2.5e12)
+    sunk, plain = (
+        attention_seconds(spec.model, kind, shape, one, rates) for one in (kernel, replace(kernel, scaled=False))
+    )
+    values = 4096 * 4 * 16
+    assert [a - b for a, b in zip(sunk, plain, strict=True)] == pytest.approx(
+        [12 * values / rates.memory, 34 * values / rates.memory]
+    )
+
+
+def test_a_step_waits_for_the_host_that_launches_blocks():
+    """A window of 8 tokens in samples of 4,096 is 1,023 blocks a layer."""
+    one_call, _ = resolved(*H100, *LONG, WINDOW)
+    blocks = with_values(one_call, {"platform.chip": "mi300x"})
+    launched, called = (step_time(spec) for spec in (blocks, one_call))
+    layers = one_call.model.num_layers
+    assert launched.total > layers * 1023 * BLOCK_LAUNCHES.value * HOST_LAUNCH.value > 10 * called.total
 
 
 def test_scores_of_sinks_cost_time_in_short_samples_only():
@@ -226,6 +314,10 @@ def test_the_rate_of_a_package_and_the_blocks_that_it_merges(backend, exchange, 
 def test_auto_is_said_to_take_kernels_of_torch_only():
     for device in ("cpu", "cuda", "npu"):
         assert describe_auto(device).endswith("by mask, dtype and length, never of another package")
-    kernels = ("blocks of flash attention", "FlexAttention", "flash attention of all packed documents in one call")
+    kernels = (
+        "blocks of flash attention",
+        "FlexAttention",
+        "flash attention of windows and packed documents in one call",
+    )
     assert [kernel in describe_auto("cuda") for kernel in kernels] == [True] * 3
     assert [kernel in describe_auto("npu") for kernel in kernels] == [False] * 3

@@ -41,7 +41,7 @@ from megalaunch.engine.model.attention.package_attention import package_attentio
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.engine.parallel.te_ring_attention import te_ring_attention
-from megalaunch.plan.attention_choice import TakenBackend, taken_backend
+from megalaunch.plan.attention_choice import TakenBackend, TakenBackends, taken_backends
 from megalaunch.schema import RunSpec
 from megalaunch.schema.parallel import ContextCommType
 
@@ -57,14 +57,14 @@ class ContextParallel:
 
     `exchanges` holds one communication type (`parallel.cp_comm_type`) for all layers, or one per layer. `levels` are
     the inner axis (neighbouring ranks) and the outer axis of a2a+p2p. `lengths` reads document ids; fake tensors need
-    another function. `backend` is the kernel of attention.
+    another function. `backends` are the kernels of attention.
     """
 
     axis: Axis
     exchanges: tuple[ContextCommType, ...]
     levels: tuple[Axis, Axis] | None = None
     lengths: DocumentLengths = document_lengths
-    backend: TakenBackend = "auto"
+    backends: TakenBackends = TakenBackends()
     _library_rings: dict[Axis, AttentionFn] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -72,19 +72,13 @@ class ContextParallel:
         """Build from a spec. MTP depths communicate as the last layer does."""
         chosen, depths = spec.parallel.cp_comm_type, spec.model.mtp.num_layers
         exchanges = (*chosen, *chosen[-1:] * depths) if isinstance(chosen, tuple) else (chosen,)
-        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths, taken_backend(spec))
-
-    @property
-    def _blocks(self) -> BlockBackend:
-        """The kernel of blocks: a ring and an all-gather refuse backends without one, by attention.backend_context."""
-        if self.backend in ("auto", "flash", "math"):
-            return self.backend
-        raise ValueError(f"attention_backend={self.backend} computes no blocks of a context-parallel mask")
+        return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths, taken_backends(spec))
 
     def _ring(self, axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
         """Return ring attention: the engine's own, or that of Transformer Engine."""
-        if self.backend != "te":
-            return _ring_attention(axis, length, documents, window, self._blocks)
+        backend = self.backends.of(window)
+        if backend != "te":
+            return _ring_attention(axis, length, documents, window, _block_backend(backend))
         if documents is not None or (window or length) < length:
             raise ValueError("attention_backend=te has no ring for sliding windows and packed documents")
         if axis not in self._library_rings:
@@ -96,11 +90,12 @@ class ContextParallel:
     ) -> AttentionFn:
         """Return attention of this rank's queries over all keys."""
         queries, keys = head_tail_runs(length, self.axis.size, self.axis.rank), (range(length),)
-        if self.backend == "flex":
+        backend = self.backends.of(window)
+        if backend == "flex":
             return flex_attention_by_position(queries, keys, documents_BS, window)
-        if self.backend in RUN_KERNELS:
-            return package_attention(RUN_KERNELS[self.backend], queries, documents, window)
-        return blockwise_attention(make_block_mask(queries, keys, window, documents), self._blocks)
+        if backend in RUN_KERNELS:
+            return package_attention(RUN_KERNELS[backend], queries, documents, window)
+        return blockwise_attention(make_block_mask(queries, keys, window, documents), _block_backend(backend))
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""
@@ -127,7 +122,7 @@ class ContextParallel:
         made: dict[tuple[ContextCommType, int | None], AttentionFn] = {}
         for way, window in set(kinds):
             if way == "a2a":
-                whole = whole_sample_attention(length, documents_BS, documents, window, self.backend)
+                whole = whole_sample_attention(length, documents_BS, documents, window, self.backends.of(window))
                 attend = _ulysses_attention(self.axis, whole)
             elif way == "a2a+p2p":
                 assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
@@ -139,6 +134,13 @@ class ContextParallel:
                 attend = self._ring(self.axis, length, documents, window)
             made[way, window] = attend
         return [made[kind] for kind in kinds]
+
+
+def _block_backend(backend: TakenBackend) -> BlockBackend:
+    """Return the kernel of blocks; attention.backend_context refuses a ring and an all-gather without one."""
+    if backend in ("auto", "flash", "math"):
+        return backend
+    raise ValueError(f"attention_backend={backend} computes no blocks of a context-parallel mask")
 
 
 def cp_positions(length: int, axis: Axis, device: torch.device | None = None) -> Tensor:

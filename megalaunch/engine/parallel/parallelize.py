@@ -46,7 +46,7 @@ from megalaunch.engine.torch_private import group_named
 from megalaunch.kernels.forms import prescribes_forms
 from megalaunch.kernels.overridable import build_for
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
-from megalaunch.plan.attention_choice import taken_backend
+from megalaunch.plan.attention_choice import taken_backends
 from megalaunch.plan.stage_validation import splits_backward
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
@@ -189,16 +189,17 @@ def _make_balancing(spec: RunSpec, mesh: Mesh, tp_region: TPRegion, context: Con
 def _has_eager_attention(spec: RunSpec, mesh: Mesh) -> bool:
     """Return whether core attention stays out of graphs: it is computed by blocks or a package, or compiles itself."""
     by_blocks = mesh.cp.size > 1 or spec.batch.sequence_length > DENSE_MASK_TOKENS
-    return by_blocks or taken_backend(spec) in ("flash", "flex", *RUN_KERNELS)
+    return by_blocks or not taken_backends(spec).all.isdisjoint(("flash", "flex", *RUN_KERNELS))
 
 
 def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:
     """Return how attention is computed. Raises UnknownPackage if the package of its kernel lacks what is called."""
-    backend = taken_backend(spec)
-    if backend in RUN_KERNELS and not prescribes_forms():
-        RUN_KERNELS[backend]()
+    backends = taken_backends(spec)
+    if not prescribes_forms():
+        for backend in backends.all & RUN_KERNELS.keys():
+            RUN_KERNELS[backend]()
     if mesh.cp.size == 1:
-        return NoContextParallel(readers.document_lengths, backend)
+        return NoContextParallel(readers.document_lengths, backends)
     if spec.parallel.dynamic_context_parallel:
         return DynamicContextParallel(mesh.cp, readers.document_lengths)
     return ContextParallel.build(spec, mesh, readers.document_lengths)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.engine.autograd import apply_function
+from megalaunch.engine.autograd import apply_function, apply_tuple_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
@@ -108,6 +108,26 @@ class _FlashAttention(torch.autograd.Function):
         return *_flash_backward(q, k, v, gradients[0], log_sum), None
 
 
+class _FlexAttention(torch.autograd.Function):
+    """FlexAttention with its log-sum-exp: saves what flash attention does (torch's flex_attention.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, log_sum = _flash_forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        return out, log_sum
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, log_sum = ctx.saved_tensors
+        return _flash_backward(q, k, v, gradients[0], log_sum)
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, log_sum = apply_tuple_function(_FlexAttention, q, k, v)
+    return out, log_sum
+
+
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the output, token-major in memory, and the log-sum-exp."""
     batch, heads, queries, _ = q.shape
@@ -154,6 +174,7 @@ GPU_KERNELS = replace(
     rms_norm=rms_norm_fused,
     attention=_attention,
     block_attention=_FLASH_BLOCK,
+    flex_attention=_flex_attention,
     swiglu=swiglu_fused,
     geglu=geglu_fused,
     row_kernels=permute.triton_kernels(),

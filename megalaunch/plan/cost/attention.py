@@ -8,6 +8,7 @@ their outputs (engine/parallel/ring_attention.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, has_library_ring
 from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, choose_kernel, taken_backend
@@ -17,6 +18,8 @@ from megalaunch.plan.layers import Layer
 from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
+
+_BLOCKS_OF_WIDE_WINDOW = 6  # of a window wider than the chunks of a context-parallel rank: it reaches 2 to 4 of them
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class AttentionKernel:
         all_pairs: masked pairs are multiplied too.
         fp32: products are in fp32, whatever the compute dtype.
         merges: blocks merged into the output of a query.
+        tile: keys that a kernel with a window multiplies besides the visible ones: both of its ends are whole tiles.
+        scaled: sinks scale the output.
+        launches: operators that the host launches for blocks, both passes.
     """
 
     rate: float | None
@@ -36,6 +42,9 @@ class AttentionKernel:
     all_pairs: bool = False
     fp32: bool = False
     merges: float = 0.0
+    tile: float = 0.0
+    scaled: bool = False
+    launches: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     """Return the kernel that a stack takes for layers with this sliding window (None: full attention)."""
     length, cp = spec.batch.sequence_length, spec.parallel.cp
     whole = cp == 1 or most_common_cp_comm_type(spec.parallel) == "a2a"
-    backend = spec.model.attention_backend
+    backend, masked = spec.model.attention_backend, _masked(spec, window)
     if backend == "math":
         return AttentionKernel(None, length, all_pairs=True)
     # A full block of s queries and keys has the mean row of a causal one of 2 s: chunks of S / (2 cp) count twice.
@@ -73,21 +82,52 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
         rate = 1.0 if stack.attention == "cudnn" and backend in ("auto", "cudnn") else c.FLASH_RATE.value
         rate *= c.FLEX_RATE.value if backend == "flex" else 1.0
         return AttentionKernel(rate, block)
-    taken = taken_backend(spec)
+    taken = taken_backend(spec, window)
     if (taken == "flex" or taken in RUN_BACKENDS) and not has_library_ring(spec):
-        merges = 0.0
-    fused = AttentionKernel(c.FLASH_RATE.value, block, merges=merges)
-    if taken != "auto":
-        return replace(fused, rate=_named_rate(taken), all_pairs=taken == "efficient" and _masked(spec, window))
-    choice = choose_kernel(spec, window).kernel
+        tile = c.ATTENTION_TILE.value if window is not None and window < length else 0.0
+        scaled = taken == "flex" and spec.model.attention_sinks
+        return AttentionKernel(_named_rate(taken), block, tile=tile, scaled=scaled)
+    fused = AttentionKernel(_named_rate(taken), block, merges=merges)
+    by_blocks = taken == "flash" and (masked or spec.model.attention_sinks or not whole)
+    if taken != "auto" and not by_blocks:
+        return replace(fused, all_pairs=taken == "efficient" and masked)
+    choice = "flash_blocks" if by_blocks else choose_kernel(spec, window).kernel
+    launches = _block_launches(spec, window, choice)
     if choice == "fp32_blocks":  # a short sample has one mask, that hides scores after they were computed
-        return AttentionKernel(None, block, all_pairs=whole and length <= DENSE_MASK_TOKENS, fp32=True)
+        all_pairs = whole and length <= DENSE_MASK_TOKENS
+        return AttentionKernel(None, block, all_pairs=all_pairs, fp32=True, launches=launches)
     if choice == "flash_blocks":
-        fused = replace(fused, merges=merges or 1.0)  # a sample's only block is merged into an output of its own
+        # A sample's only block is merged into an output of its own.
+        fused = replace(fused, merges=merges or 1.0, launches=launches)
         if window is None or window >= block:
             return fused
-        return replace(fused, block=window, merges=merges + 2)  # a tile's queries see a causal and an anti-causal block
+        # The queries of a tile see a causal and an anti-causal block.
+        return replace(fused, block=window, merges=merges + 2)
     return replace(fused, all_pairs=choice == "dense_mask")
+
+
+def _block_launches(spec: RunSpec, window: int | None, kernel: str) -> float:
+    """Return the operators of a layer's blocks that the host launches, both passes; those of documents are not known.
+
+    Blocks are those of engine/model/attention/block_mask.py: a window cuts queries into tiles as wide as it is, each
+    with a causal and an anti-causal block. A rank of context parallelism has two chunks of a sample.
+    """
+    if kernel not in ("flash_blocks", "fp32_blocks") or spec.train.cuda_graphs:
+        return 0.0
+    length, cp, exchange = spec.batch.sequence_length, spec.parallel.cp, most_common_cp_comm_type(spec.parallel)
+    whole = cp == 1 or exchange == "a2a"
+    tokens = length if whole else max(1, length // (2 * cp))
+    queries = min(window or tokens, tokens)
+    tiles = ceil(tokens / queries)
+    if window is None or window >= length:
+        blocks = 1 if whole else 4 if exchange == "allgather" else cp
+    elif whole:
+        blocks = 2 * tiles - 1
+    else:
+        blocks = 4 * tiles if window <= tokens else _BLOCKS_OF_WIDE_WINDOW
+    if kernel == "flash_blocks":
+        return blocks * c.BLOCK_LAUNCHES.value
+    return blocks * ceil(queries / c.SCORE_BLOCK.value) * c.SCORE_BLOCK_LAUNCHES.value
 
 
 def _named_rate(backend: TakenBackend) -> float:
@@ -109,7 +149,7 @@ def attention_seconds(
     query, value = head_widths(model)
     seen = shape.sequence / 2
     if kind.window is not None and kind.window < shape.sequence:
-        seen = kind.window * (1 - kind.window / (2 * shape.sequence))
+        seen = kind.window * (1 - kind.window / (2 * shape.sequence)) + kernel.tile
     pairs = shape.tokens * (shape.sequence if kernel.all_pairs else seen) * shape.heads
     flops = 2 * pairs * (query + value)
     if kernel.rate is None:
@@ -121,11 +161,13 @@ def attention_seconds(
     backward = c.ATTENTION_BACKWARD.value * kernel.block / (kernel.block + c.ATTENTION_BACKWARD_HALF.value) * narrow
     seconds = flops / (rates.peak * kernel.rate)
     merged = kernel.merges * shape.tokens / rates.memory
-    keys = (query + value) * shape.groups
+    keys, width = (query + value) * shape.groups, value * shape.heads
+    scaled = shape.tokens * width / rates.memory if kernel.scaled else 0.0
     return (
-        seconds / forward + merged * value * shape.heads * c.MERGE_TRAFFIC_FORWARD.value,
+        seconds / forward + merged * width * c.MERGE_TRAFFIC_FORWARD.value + scaled * c.SINK_TRAFFIC_FORWARD.value,
         c.ATTENTION_PRODUCTS.value * seconds / backward
-        + merged * (query * shape.heads + keys) * c.MERGE_TRAFFIC_BACKWARD.value,
+        + merged * (query * shape.heads + keys) * c.MERGE_TRAFFIC_BACKWARD.value
+        + scaled * c.SINK_TRAFFIC_BACKWARD.value,
     )
 
 

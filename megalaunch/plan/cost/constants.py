@@ -68,6 +68,26 @@ MERGE_TRAFFIC_FORWARD = Constant(
 MERGE_TRAFFIC_BACKWARD = Constant(
     "bytes moved per value by adding the gradients of two blocks", 10.0, "fp32 sums of 16-bit gradients"
 )
+SINK_TRAFFIC_FORWARD = Constant(
+    "bytes moved per value where sinks scale the output of FlexAttention, forward pass",
+    12.0,
+    "product in fp32, cast to 16 bits (engine/model/attention/flex_attention.py)",
+)
+SINK_TRAFFIC_BACKWARD = Constant(
+    "bytes moved per value where sinks scale the output of FlexAttention, backward pass",
+    34.0,
+    "fp32 gradients of both factors, cast to 16 bits",
+)
+ATTENTION_TILE = Constant(
+    "keys that a fused kernel multiplies in addition to those of a window", 128.0, "FlexAttention's blocks, 128 x 128"
+)
+BLOCK_LAUNCHES = Constant(
+    "operators launched per block of flash attention, both passes", 21.0, "counted: 322 of 15 blocks of a window"
+)
+SCORE_BLOCK = Constant("queries of a block with scores in fp32", 512.0, "engine/model/attention/online_softmax.py")
+SCORE_BLOCK_LAUNCHES = Constant(
+    "operators launched per block with scores in fp32, both passes", 63.0, "counted: 502 of 8 blocks"
+)
 HOST_LAUNCH = Constant(
     "host seconds to launch one operator, forward or backward", 8e-6, "assumed: Python, autograd and driver"
 )

@@ -277,6 +277,7 @@ def _kind_times(
             again=time.recompute,
             grouped=time.grouped,
             permutation=time.permutation,
+            launches=stack.launches.value + kernels[kind.window].launches,
             tp=wire.tensor_parallel(spec, topology, wires, stack, shape.tokens, kind.experts),
             cp=wire.context_parallel(spec, topology, wires, stack, shape.tokens, time.attention),
             ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else CommTime(),
@@ -338,7 +339,7 @@ def _rank_time(
         tp=summed("tp"),
         cp=summed("cp"),
         ep=summed("ep"),
-        launches=stack.launches.value * sum(count for _, count in pairs),
+        launches=sum(time.launches * count for time, count in pairs),
         overlap_slowdown=stack.overlap_slowdown.value,
     )
 

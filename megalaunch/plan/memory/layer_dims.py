@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
-from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, computes_scores, taken_backend
+from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, computes_scores, taken_backends
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
@@ -71,6 +71,7 @@ class LayerDims:
         router_matrices: values per token and expert that it saves.
         saved_score_bytes: bytes per token of weights that unfused attention saves.
         dropout_mask_bytes: bytes that dropout saves for a block's output.
+        scales_output: sinks scale the output of a fused kernel, by its log-sum-exp.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
         repeated_kv_shards: those that repeating them for every query head adds.
         mask_keys: columns of a saved attention mask, per token of the rank.
@@ -118,6 +119,7 @@ class LayerDims:
     experts: bool
     mtp: bool
     saved_score_bytes: float
+    scales_output: bool
     saved_kv_shards: float
     repeated_kv_shards: float
     mask_keys: float
@@ -135,7 +137,8 @@ class LayerDims:
 class DtypesAndGroups:
     """Dtypes and parallel degrees: what a layer's memory depends on besides the model.
 
-    `micro_batch_size` is 1 where nothing depends on it, so that layouts share the bytes of a layer.
+    `micro_batch_size` is 1 where nothing depends on it, so that layouts share the bytes of a layer. `window_backend` is
+    the attention backend of layers with a sliding window.
     """
 
     tp: int
@@ -154,6 +157,7 @@ class DtypesAndGroups:
     moe_load_imbalance: float
     rows_are_sent: bool
     attention_backend: TakenBackend
+    window_backend: TakenBackend
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
@@ -161,6 +165,7 @@ class DtypesAndGroups:
         p, recompute = spec.parallel, spec.recompute
         dynamic_cp = p.dynamic_context_parallel and p.cp > 1
         counts_rows = dynamic_cp or spec.model.sliding_window is not None
+        backends = taken_backends(spec)
         return cls(
             tp=p.tp,
             etp=p.etp or 1,
@@ -177,8 +182,13 @@ class DtypesAndGroups:
             dynamic_cp=dynamic_cp,
             moe_load_imbalance=p.moe_load_imbalance,
             rows_are_sent=p.moe_token_dispatcher_type == "alltoall",
-            attention_backend=taken_backend(spec),
+            attention_backend=backends.full,
+            window_backend=backends.of(spec.model.sliding_window),
         )
+
+    def of_layer(self, kind: Layer) -> DtypesAndGroups:
+        """Return those of a layer, with its attention backend."""
+        return self if kind.window is None else replace(self, attention_backend=self.window_backend)
 
 
 def dtype_bytes(compute_dtype: str) -> int:
@@ -188,11 +198,10 @@ def dtype_bytes(compute_dtype: str) -> int:
 
 def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> LayerDims:
     """Return the dimensions of one layer on one rank."""
+    dtypes, activation_bytes = dtypes.of_layer(kind), dtype_bytes(dtypes.compute_dtype)
     tp, mla, moe = dtypes.tp, model.mla, model.moe
-    activation_bytes = dtype_bytes(dtypes.compute_dtype)
     fp8 = dtypes.compute_dtype == "fp8" and profile.fp8_inputs
-    heads, head_dim = model.num_attention_heads, model.head_dim or 0
-    local_heads = heads / tp
+    heads, head_dim, local_heads = model.num_attention_heads, model.head_dim or 0, model.num_attention_heads / tp
     groups = max(1.0, (model.num_query_groups or heads) / tp)
     latent = mla.kv_lora_rank is not None
     query = local_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else local_heads * head_dim
@@ -239,6 +248,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         experts=kind.experts,
         mtp=kind.mtp,
         saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
+        scales_output=_scales_output(model, dtypes),
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
         mask_keys=_mask_keys(model, kind, dtypes, profile),
@@ -305,6 +315,11 @@ def _saved_bytes_per_head(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups
     return (4 + (width if width != 4 else 0) + capped + (1 if model.attention_dropout else 0)) * dtypes.sequence_length
 
 
+def _scales_output(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
+    """Return whether sinks join FlexAttention's log-sum-exp (engine/model/attention/flex_attention.py)."""
+    return model.attention_sinks and dtypes.attention_backend == "flex"
+
+
 def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> float:
     """Return the peak of gradients in the backward of unfused attention: of both sides of the softmax, in fp32.
 
@@ -353,6 +368,12 @@ def _attention_buffer_bytes(
     """
     if _is_unfused(dtypes):
         return _unfused_peak(model, dtypes, heads)
+    if dtypes.attention_backend in ("flex", *RUN_BACKENDS):
+        # Sinks: in fp32 the output's gradient, and its products with the factor and the output. All-gathered: the
+        # gradients of the keys of all ranks, joined and by rank; the keys are freed by then.
+        gathered = dtypes.cp_comm_type == "allgather" and dtypes.cp > 1
+        keys = dtype_bytes(dtypes.compute_dtype) * (2 * dtypes.cp * kv + query) if gathered else 0.0
+        return max(3 * 4 * query if _scales_output(model, dtypes) else 0.0, keys)
     if not profile.query_block:
         return 0.0
     if _computes_blocks_of_ranks(dtypes):

@@ -81,6 +81,11 @@ ATTENTION = (
     ),
     OpRow("logsumexp of each softmax, fp32", lambda d: 4 * d.num_heads, "tp", ("attention",)),
     OpRow(
+        "attention's output before its sinks, and their factor in fp32",
+        lambda d: d.activation_bytes * d.attention_output_width + 4 * d.num_heads if d.scales_output else 0,
+        recomputed_by=("attention",),
+    ),
+    OpRow(
         "attention's output, input of the output projection",
         lambda d: d.matmul_input_bytes * d.attention_output_width * d.attention_output_copies,
     ),

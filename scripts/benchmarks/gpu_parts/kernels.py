@@ -200,6 +200,30 @@ def _packed_attention(at: _Inputs) -> Kernel:
     return Kernel((q, k, v), forms, flops=3.5 * 4 * pairs * s.heads * width)
 
 
+def _masked_attention(window: int | None, has_sinks: bool) -> Callable[[_Inputs], Kernel]:
+    """Attention with a sliding window or sinks, heads of 64 as gpt-oss has: by blocks, and in one call."""
+
+    def build(at: _Inputs) -> Kernel:
+        s, width = at.sizes, 64
+        q = at.randn(1, s.heads, s.sequence, width)
+        k, v = at.randn(1, s.groups, s.sequence, width), at.randn(1, s.groups, s.sequence, width)
+        sinks = (at.randn(s.heads),) if has_sinks else ()
+
+        def by(backend: TakenBackend) -> Form:
+            attend = whole_sample_attention(s.sequence, None, None, window, backend)
+            return lambda q, k, v, *sinks: attend(q, k, v, ScoreMod(sinks=sinks[0] if sinks else None))
+
+        forms: dict[str, Form] = {"flash, block by block": by("flash")}
+        if at.setting.device == "cuda":
+            forms["flex"] = by("flex")
+            if not has_sinks:
+                forms["varlen"] = by("varlen")
+        seen = s.sequence / 2 if window is None else min(window, s.sequence / 2)
+        return Kernel((q, k, v, *sinks), forms, flops=3.5 * 4 * s.sequence * seen * s.heads * width)
+
+    return build
+
+
 def _linear_cross_entropy(at: _Inputs) -> Kernel:
     """Head and loss: whole logits in fp32, or chunks of 2,048 tokens, as the training cases have."""
     s = at.sizes
@@ -313,6 +337,9 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
     "attention, head 64": _attention(64),
     "attention, head 128": _attention(128),
     "attention, documents": _packed_attention,
+    "attention, window 128": _masked_attention(128, has_sinks=False),
+    "attention, window 128, sinks": _masked_attention(128, has_sinks=True),
+    "attention, sinks": _masked_attention(None, has_sinks=True),
     "linear and cross-entropy": _linear_cross_entropy,
     "RMSNorm": _rms_norm,
     "residual and RMSNorm": _add_rms_norm,

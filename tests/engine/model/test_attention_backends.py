@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -11,20 +12,28 @@ from attention_packages import forget_packages, stand_in_for_attention_packages
 from made_specs import resolved
 from slow_cases import slow_but
 from torch.nn.attention import flex_attention as torch_flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from varlen_stand_in import varlen_on_cpu
 
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.attention import core, online_softmax
+from megalaunch.engine.model.attention import core, flex_attention, online_softmax
+from megalaunch.engine.model.attention.block_attention import blockwise_attention
+from megalaunch.engine.model.attention.block_mask import make_block_mask
 from megalaunch.engine.model.attention.core import NO_CP, NoContextParallel
 from megalaunch.engine.model.attention.online_softmax import OnlineSoftmax
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.parallel import context_parallel
-from megalaunch.engine.parallel.context_parallel import ContextParallel
+from megalaunch.engine.parallel.context_parallel import ContextParallel, head_tail_runs
 from megalaunch.kernels.flash_attention import FLASH_KERNELS
 from megalaunch.plan import attention_choice
-from megalaunch.plan.attention_choice import choose_kernel
+from megalaunch.plan.attention_choice import TakenBackends, choose_kernel, taken_backends
+from megalaunch.plan.cost.attention import attention_kernel
+from megalaunch.plan.cost.constants import BLOCK_LAUNCHES, SCORE_BLOCK_LAUNCHES
+from megalaunch.plan.cost.stacks import engine_stack
 from megalaunch.schema import with_values
 
 TOKENS = 24
+GPUS = ("cluster.nodes=1", "cluster.devices_per_node=8", "batch.global_batch_size=16", "precision.compute_dtype=bf16")
 SEEDS = torch.tensor([[3, 5, 7, 9], [11, 13, 15, 17]])
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 10 + [2] * 5, [0] * 3 + [1] * 21])
 MASKS = {"causal": (None, None), "window": (None, 5), "documents": (DOCUMENTS, None), "both": (DOCUMENTS, 5)}
@@ -64,7 +73,7 @@ def _results(backend, mask, values_width=16, **scores) -> list[torch.Tensor]:
     inputs += [torch.randn(4)] if scores.pop("sinks", False) else []
     inputs = [x.requires_grad_() for x in inputs]
     scoring = ScoreMod(0.3, sinks=inputs[3] if len(inputs) > 3 else None, **scores)
-    context = NoContextParallel(backend=backend)
+    context = NoContextParallel(backends=TakenBackends(backend))
     (attend,) = context.make_attention(TOKENS, documents, [window], torch.device("cpu"))
     out = attend(*inputs[:3], scoring)
     (out * torch.linspace(-1, 2, out.numel()).view(out.shape)).sum().backward()
@@ -165,6 +174,81 @@ def test_the_planner_names_the_kernel_of_the_engine(scores, mask, length, exchan
     assert kernels == {choose_kernel(spec, window).kernel}
 
 
+CHIPS = {"h100": ("platform=h100", 16), "mi300x": ("platform=mi300x", 16), "mi300x, narrow": ("platform=mi300x", 8)}
+
+
+@pytest.mark.parametrize("exchange", [None, "p2p", "allgather", "a2a"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_planner_names_the_kernel_of_each_layer_on_a_gpu(chip, exchange, kernels, monkeypatch):
+    """What layers with a window call, and those without: CPU tensors in the attention that a run on the chip builds."""
+    for module in (core, attention_choice):
+        monkeypatch.setattr(module, "DENSE_MASK_TOKENS", TOKENS)
+    monkeypatch.setattr(flex_attention, "_block_mask", lambda *of: None)  # it takes 0.2 s, uncompiled
+    monkeypatch.setattr(flex_attention, "_attend", lambda q, *of: kernels.add("flex") or (q, q[..., 0]))
+    platform, width = CHIPS[chip]
+    base = resolved("recipe=tiny", "data.corpus=x", platform, *GPUS)[0]
+    cp = {} if exchange is None else {"parallel.cp": 2, "parallel.cp_comm_type": exchange}
+    context = NO_CP if exchange is None else _one_rank_of_context_parallelism(exchange, monkeypatch)
+    for scores, documents, length in product(SCORES, (False, True), (TOKENS, TOKENS + 4)):
+        values = {"batch.sequence_length": length, "data.reset_attention_mask": documents, "model.head_dim": width}
+        mixed = {"model.sliding_window": 5, "model.sliding_window_pattern": 2}
+        spec = with_values(base, values | cp | mixed | PLANNED[scores])
+        taken = replace(context, backends=taken_backends(spec))
+        ids = torch.arange(length)[None].div(5, rounding_mode="floor") if documents else None
+        q, k = (torch.randn(1, heads, length, width) for heads in (4, 2))
+        scoring = ScoreMod(sinks=torch.randn(4) if "sinks" in scores else None, soft_cap=SCORES[scores].get("soft_cap"))
+        for window in (5, None):
+            kernels.clear()
+            (attend,) = taken.make_attention(length, ids, [window], torch.device("cpu"))
+            with varlen_on_cpu() as calls:
+                attend(q, k, k, scoring)
+            found = {"torch" if name == "cpu" else name for name in kernels} | ({"varlen"} if calls.forward else set())
+            assert found == {choose_kernel(spec, window).kernel}, (scores, documents, length, window)
+
+
+WHOLE = (range(8192),)
+
+
+@pytest.mark.parametrize("exchange", [None, "p2p", "allgather"])
+@pytest.mark.parametrize("window", [None, 128, 512, 3072])
+def test_the_planner_counts_the_blocks_of_the_engine(window, exchange):
+    ranks, length = 1 if exchange is None else 4, len(WHOLE[0])
+    context = {} if exchange is None else {"parallel.cp": ranks, "parallel.cp_comm_type": exchange}
+    values = {"batch.sequence_length": length, "model.attention_sinks": True, "model.sliding_window": window} | context
+    spec = with_values(resolved("recipe=tiny", "data.corpus=x", "platform=mi300x", *GPUS)[0], values)
+    planned = attention_kernel(spec, engine_stack(spec), window).launches / BLOCK_LAUNCHES.value
+    tokens = [head_tail_runs(length, ranks, rank) for rank in range(ranks)]
+    keys = tokens if exchange == "p2p" else [WHOLE]
+    blocks = max(sum(len(make_block_mask(mine, seen, window).blocks) for seen in keys) for mine in tokens)
+    assert planned == (blocks if window != 3072 else pytest.approx(blocks, rel=0.25))
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        name = function.overloadpacket.__name__
+        self.count += not (function.is_view or name in ("empty", "empty_like", "new_empty", "_unsafe_view"))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("backend", "tokens", "window", "blocks", "each"),
+    [("flash", 1024, 128, 15, BLOCK_LAUNCHES), ("math", 2048, None, 4, SCORE_BLOCK_LAUNCHES)],
+)
+def test_the_planner_counts_the_operators_of_a_block(backend, tokens, window, blocks, each):
+    attend = blockwise_attention(make_block_mask((range(tokens),), (range(tokens),), window), backend)
+    q, k = (torch.randn(1, heads, tokens, 16, requires_grad=True) for heads in (4, 2))
+    with _Operators() as launched:
+        attend(q, k, k, ScoreMod(0.3)).sum().backward()
+    assert launched.count == pytest.approx(blocks * each.value, rel=0.1)
+
+
 def _one_rank_of_context_parallelism(exchange, monkeypatch) -> ContextParallel:
     """Return the attention of cp without other ranks: all tokens are of this one, and exchanges return their input."""
     for name in ("all_gather_async", "all_to_all_async"):
@@ -173,4 +257,4 @@ def _one_rank_of_context_parallelism(exchange, monkeypatch) -> ContextParallel:
 
 
 def test_auto_is_the_default():
-    assert NO_CP.backend == "auto"
+    assert NO_CP.backends == TakenBackends("auto")

@@ -16,6 +16,7 @@ from megalaunch.engine.model.attention.core import NoContextParallel
 from megalaunch.engine.model.attention.flash_attn import load_flash_attn
 from megalaunch.engine.model.attention.package_attention import UnknownPackage
 from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.plan.attention_choice import TakenBackends
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 7, [0] * 3 + [1] * 13])
 
@@ -41,7 +42,7 @@ def _attend(documents=None, window=None, width=16, value_width=16, **scores):
     inputs = [torch.randn(2, heads, 16, size) for heads, size in ((4, width), (2, width), (2, value_width))]
     outputs = []
     for backend in ("flash_attn", "auto"):
-        context = NoContextParallel(backend=backend)
+        context = NoContextParallel(backends=TakenBackends(backend))
         (attend,) = context.make_attention(16, documents, [window], torch.device("cpu"))
         outputs.append(attend(*inputs, ScoreMod(0.3, **scores)))
     torch.testing.assert_close(*outputs)

@@ -14,6 +14,7 @@ from megalaunch.engine.model.attention.core import NoContextParallel
 from megalaunch.engine.model.attention.package_attention import UnknownPackage, package_attention
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.model.attention.transformer_engine import load_te_attention
+from megalaunch.plan.attention_choice import TakenBackends
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 7, [0] * 3 + [1] * 13])
 
@@ -39,7 +40,7 @@ def _inputs(width=16, value_width=16):
     ],
 )
 def test_whole_samples(documents, window, call):
-    context = NoContextParallel(backend="te")
+    context = NoContextParallel(backends=TakenBackends("te"))
     (attend,) = context.make_attention(16, documents, [window], torch.device("cpu"))
     attend(*_inputs())
     assert stand_in.STATE.calls == [call]
@@ -55,7 +56,7 @@ def test_queries_at_the_end_of_their_keys_are_aligned_to_the_last():
 
 
 def test_heads_of_values_may_be_narrower_and_layers_are_kept():
-    context = NoContextParallel(backend="te")
+    context = NoContextParallel(backends=TakenBackends("te"))
     for value_width in (16, 6):
         for _ in range(2):
             inputs, outputs = _inputs(16, value_width), []

@@ -10,6 +10,7 @@ from megalaunch.engine.model.attention.core import NoContextParallel
 from megalaunch.engine.model.attention.package_attention import Pieces
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.model.attention.varlen_attention import VarlenAttention, load_varlen_attention
+from megalaunch.plan.attention_choice import TakenBackends
 
 TOKENS = 24
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 10 + [2] * 5, [0] * 3 + [1] * 21])
@@ -20,7 +21,9 @@ def _results(backend, documents, window, width=16, values_width=16) -> list[torc
     torch.manual_seed(1)
     sizes = ((4, width), (2, width), (2, values_width))
     inputs = [torch.randn(2, TOKENS, heads, size).transpose(1, 2).requires_grad_() for heads, size in sizes]
-    (attend,) = NoContextParallel(backend=backend).make_attention(TOKENS, documents, [window], torch.device("cpu"))
+    (attend,) = NoContextParallel(backends=TakenBackends(backend)).make_attention(
+        TOKENS, documents, [window], torch.device("cpu")
+    )
     out = attend(*inputs, ScoreMod(0.3))
     upstream = torch.linspace(-1, 2, out.numel()).view(out.shape)
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
@@ -46,7 +49,9 @@ def test_one_call_computes_all_documents(documents, window, sizes):
 
 
 def test_scores_that_are_modified_are_refused():
-    (attend,) = NoContextParallel(backend="varlen").make_attention(TOKENS, DOCUMENTS, [None], torch.device("cpu"))
+    (attend,) = NoContextParallel(backends=TakenBackends("varlen")).make_attention(
+        TOKENS, DOCUMENTS, [None], torch.device("cpu")
+    )
     inputs, scoring = [torch.randn(2, 4, TOKENS, 16)] * 3, ScoreMod(soft_cap=2.0, sinks=torch.zeros(4))
     with pytest.raises(ValueError, match="computes no soft cap and sinks: use auto"):
         attend(*inputs, scoring)

@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention
 from varlen_stand_in import varlen_on_cpu
 
 from megalaunch.engine.parallel import context_parallel, parallelize
+from megalaunch.plan.attention_choice import TakenBackends
 
 PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
 WINDOWS = {"model__sliding_window": 5, "model__sliding_window_pattern": 2}
@@ -50,6 +51,7 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("flash_attn", "cp2 a2a, documents"): _cp("a2a") | PACKED,
     ("varlen", "tp2 sp, documents, recompute"): TP_SP | PACKED | WINDOWS | RECOMPUTE,
     ("varlen", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
+    ("windows", "cp2 allgather"): _cp("allgather") | WINDOWS,
     ("te", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
     ("te", "tp2 sp, documents"): TP_SP | PACKED,
     ("te", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
@@ -62,6 +64,8 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
         "parallel__hierarchical_context_parallel_sizes": [2, 2],
     },
 }  # fmt: skip
+OF_GPUS = {"varlen": TakenBackends("varlen"), "windows": TakenBackends("auto", "varlen")}
+"""What a run on a GPU takes by itself."""
 QUICK = [
     ("flash", "cp2 ring, sinks"),
     ("math", "cp2 a2a, documents"),
@@ -87,9 +91,9 @@ def packages(monkeypatch):
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     case = CASES[backend, layout]
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
-    if backend == "varlen":  # what a run on a GPU takes by itself
+    if backend in OF_GPUS:
         for module in (parallelize, context_parallel):
-            monkeypatch.setattr(module, "taken_backend", lambda spec: "varlen")
+            monkeypatch.setattr(module, "taken_backends", lambda spec, taken=OF_GPUS[backend]: taken)
         backend = "auto"
     values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | case
     hold_to_one_process(small_spec(**few_samples(values)), prepare=shake)

@@ -62,7 +62,9 @@ ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
 NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the projections of the block's input
 WINDOW = "model.sliding_window=512"
 PACKED = "data.reset_attention_mask=true"
+MIXED = (WINDOW, "model.sliding_window_pattern=2")
 SOFT_CAP = "model.attn_logit_softcapping=30"
+NO_CALL = {"platform": "v100", "precision": "fp16"}  # no kernel of a whole mask: a dense one, or blocks
 
 
 @dataclass(frozen=True)
@@ -173,18 +175,22 @@ CASES = [
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW, "model.sliding_window_pattern=2")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, "parallel.cp_comm_type=allgather")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # a ring has none: scores in fp32
-    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, *ONE_GROUP), platform="mi300x"),  # k and v of every head
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, *ONE_GROUP), **NO_CALL),  # k and v of every head
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]")),
-    Case(
-        "dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]"), platform="mi300x"
-    ),
-    Case("dp", 1, (8, 1, 2048), LAYER, (FEW_WORDS, WINDOW, *ONE_GROUP)),  # and a mask for each row
-    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, WINDOW, "model.sliding_window_pattern=2")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]"), **NO_CALL),
+    Case("dp", 1, (8, 1, 2048), LAYER, (FEW_WORDS, WINDOW, *ONE_GROUP), **NO_CALL),  # and a mask for each row
+    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, *MIXED), **NO_CALL),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, *MIXED)),  # layers with a window in one call
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, WINDOW, "parallel.cp_comm_type=allgather", *ALL_KEYS)),
+    Case("cp2", 2, (4, 2, 4096), LAYER, (FEW_WORDS, *MIXED)),  # a ring
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, *MIXED)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, "model.ffn_hidden_size=1024")),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, SELECTIVE, "recompute.modules=[attention]")),
     Case("dp", 1, (4, 2, 2048), LAYER, (FEW_WORDS, WINDOW, "model.attention_backend=efficient")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient")),
-    Case("tp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), platform="mi300x"),
-    Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a"), platform="mi300x"),
+    Case("tp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), **NO_CALL),
+    Case("cp2", 2, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED, "parallel.cp_comm_type=a2a"), **NO_CALL),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, SINKS)),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS)),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, WINDOW, PACKED)),

@@ -25,7 +25,7 @@ from megalaunch.engine.model.attention.online_softmax import attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
-from megalaunch.plan.attention_choice import TakenBackend
+from megalaunch.plan.attention_choice import TakenBackend, TakenBackends
 
 
 class ContextParallelism(Protocol):
@@ -51,11 +51,11 @@ class ContextParallelism(Protocol):
 class NoContextParallel:
     """No context parallelism: every rank holds all tokens of its samples. `lengths` reads document ids.
 
-    `backend` is the kernel of attention that the run takes.
+    `backends` are the kernels of attention that the run takes.
     """
 
     lengths: DocumentLengths = document_lengths
-    backend: TakenBackend = "auto"
+    backends: TakenBackends = TakenBackends()
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return 0, 1, ..."""
@@ -66,10 +66,10 @@ class NoContextParallel:
     ) -> Sequence[AttentionFn]:
         """Return the attention of each layer; layers with the same window share one."""
         by_row = None
-        if documents_Bs is not None and (self.backend in NEED_LENGTHS or num_tokens > DENSE_MASK_TOKENS):
+        if documents_Bs is not None and (self.backends.all & NEED_LENGTHS or num_tokens > DENSE_MASK_TOKENS):
             by_row = documents_by_row(documents_Bs, self.lengths)
         made = {
-            window: whole_sample_attention(num_tokens, documents_Bs, by_row, window, self.backend)
+            window: whole_sample_attention(num_tokens, documents_Bs, by_row, window, self.backends.of(window))
             for window in set(windows)
         }
         return [made[window] for window in windows]

@@ -33,27 +33,31 @@ def flex_attention_by_position(
         documents_BT: Document ids of the keys; None: one document.
         window: The sliding window in tokens; None: full attention.
     """
-    made: list[BlockMask] = []
+    made: list[BlockMask] = []  # one for all layers with this window; a captured graph of a layer reads it, too
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        form = kernel_forms().attention
-        if form is not None:
-            return form(q, k, v, None)
         if scoring.dropout_seeds is not None:
             raise ValueError("attention_backend=flex computes no attention dropout: use auto")
-        if documents_BT is None:
-            block_mask = _causal_block_mask(queries, keys, window, q.device)
+        form = kernel_forms().flex_attention
+        if form is not None:
+            out, log_sum = form(q, k, v)
         else:
-            if not made:  # one for all layers with this window
-                made.append(_document_block_mask(queries, keys, documents_BT, window))
-            (block_mask,) = made
-        return _attend(q, k, v, block_mask, scoring)
+            if not made:
+                made.append(_block_mask(queries, keys, documents_BT, window, q.device))
+            out, log_sum = _attend(q, k, v, made[0], scoring)
+        return out if scoring.sinks is None else _with_sinks(out, log_sum, scoring.sinks)
 
     return attend
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scoring: ScoreMod) -> Tensor:
-    """Call FlexAttention, [B, N, S, D]."""
+def _with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Return the output with sinks: with the log-sum-exp L a sink s multiplies it by exp(L) / (exp(L) + exp(s))."""
+    kept = torch.sigmoid(log_sum - sinks.float()[:, None])
+    return (out * kept.unsqueeze(-1)).to(out.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scoring: ScoreMod) -> tuple[Tensor, Tensor]:
+    """Call FlexAttention; return its output, [B, N, S, D], and the log-sum-exp of scores, fp32 [B, N, S]."""
     out, aux = flex_operator(q)(
         q,
         k,
@@ -64,11 +68,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scoring: Sco
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    if scoring.sinks is None:
-        return out
-    # With its log-sum-exp L a sink s multiplies the output by exp(L) / (exp(L) + exp(s)).
-    kept = torch.sigmoid(aux.lse - scoring.sinks.float()[:, None])
-    return (out * kept.unsqueeze(-1)).to(q.dtype)
+    return out, aux.lse
 
 
 @cache
@@ -79,6 +79,14 @@ def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Te
         return softcap(score, cap)
 
     return score_mod
+
+
+def _block_mask(
+    queries: Runs, keys: Runs, documents_BT: Tensor | None, window: int | None, device: torch.device
+) -> BlockMask:
+    if documents_BT is None:
+        return _causal_block_mask(queries, keys, window, device)
+    return _document_block_mask(queries, keys, documents_BT, window)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""torch's varlen_attn: flash attention of all packed documents of a microbatch in one call, in both passes.
+"""torch's varlen_attn: flash attention of windows and all packed documents of a microbatch in one call, in both passes.
 
 A window of (-1, 0) is its causal mask, aligned to the last query and key of each piece. It can return the log-sum-exp
 of scores, but its backward pass ignores the gradient of that, and takes no log-sum-exp of other keys: sinks and rings
