@@ -32,7 +32,7 @@ from gpu_parts.setting import ROOT, Setting
 from gpu_parts.worker import NEXT_PROCESS
 
 _HERE = Path(__file__).resolve().parent
-_SPARE_SECONDS = 30  # beyond twice what a case is expected to take, after which it is stopped
+_SPARE_SECONDS = 60  # beyond twice what a case is expected to take, after which it is stopped
 
 
 @dataclass
