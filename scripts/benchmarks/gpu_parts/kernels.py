@@ -213,11 +213,13 @@ def _masked_attention(window: int | None, has_sinks: bool) -> Callable[[_Inputs]
             attend = whole_sample_attention(s.sequence, None, None, window, backend)
             return lambda q, k, v, *sinks: attend(q, k, v, ScoreMod(sinks=sinks[0] if sinks else None))
 
+        on_cuda = at.setting.device == "cuda"
         forms: dict[str, Form] = {"flash, block by block": by("flash")}
-        if at.setting.device == "cuda":
+        if on_cuda and not has_sinks:
             forms["flex"] = by("flex")
-            if not has_sinks:
-                forms["varlen"] = by("varlen")
+        forms["ours"] = by(
+            ("flex" if has_sinks else "varlen") if on_cuda else "auto"
+        )  # what the engine takes by itself
         seen = s.sequence / 2 if window is None else min(window, s.sequence / 2)
         return Kernel((q, k, v, *sinks), forms, flops=3.5 * 4 * s.sequence * seen * s.heads * width)
 
