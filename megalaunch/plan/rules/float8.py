@@ -141,7 +141,7 @@ def experts_chip(at: RuleContext) -> Iterator[Violation]:
 def compiled(at: RuleContext) -> Iterator[Violation]:
     """A graph cannot record amaxes: a tensor saved for backward must not change, and each microbatch changes them."""
     recipe = at.spec.precision.fp8.recipe
-    if at.purpose == "train" and _alignment(at) and recipe == "delayed" and at.spec.train.compile:
+    if _alignment(at) and recipe == "delayed" and at.spec.train.compile:
         yield Violation(
             "train.compile",
             "fp8 matmuls with delayed scales cannot be compiled",

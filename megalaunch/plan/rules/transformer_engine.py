@@ -91,7 +91,7 @@ def schedule(at: RuleContext) -> Iterator[Violation]:
 @rule("fp8.library_compile", "train.compile is off with Transformer Engine.")
 def compiled(at: RuleContext) -> Iterator[Violation]:
     """Its layers break a graph: nothing but norms and activations would be left to compile."""
-    if at.purpose == "train" and _is_used(at) and at.spec.train.compile:
+    if _is_used(at) and at.spec.train.compile:
         yield Violation(
             "train.compile",
             "layers of Transformer Engine cannot be part of a compiled graph",

@@ -176,7 +176,7 @@ PRECISION = {
     "fp8.fnuz_chip": Case("platform=mi300x", "platform=h200", (*TINY, *ANY_GPUS)),
     "fp8.compile": Case(
         "precision.fp8.recipe=delayed", "precision.fp8.recipe=rowwise",
-        ("recipe=tiny", "data.mock=true", *FP8, "train.compile=true"), "train",
+        (*TINY, *FP8, "train.compile=true"),
     ),
     "fp8.tp_comm_overlap": Case(
         "parallel.tp_comm_overlap=true",
@@ -194,10 +194,7 @@ PRECISION = {
     "fp8.library_schedule": Case(
         "parallel.schedule=zero_bubble", "parallel.schedule=1f1b", (*LIBRARY, "parallel=pp2", "model.num_layers=4")
     ),
-    "fp8.library_compile": Case(
-        "train.compile=true", "train.compile=false",
-        ("recipe=tiny", "data.mock=true", *BY_LIBRARY, "batch.global_batch_size=16"), "train",
-    ),
+    "fp8.library_compile": Case("train.compile=true", "train.compile=false", LIBRARY),
     "fp8.library_offload": Case(
         "recompute.cpu_offloading_num_layers=1", "recompute.cpu_offloading_num_layers=0", LIBRARY
     ),
