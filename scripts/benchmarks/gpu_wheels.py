@@ -16,8 +16,11 @@ from pathlib import Path
 
 from gpu_parts.setting import ROOT, WHEELS
 
-PACKAGES = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "liger-kernel==0.8.5")
-"""What is carried; Liger is no dependency of megalaunch, so that constraints.txt has no version of it."""
+PACKAGES = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "typer", "click", "liger-kernel==0.8.5")
+"""What is carried: what is rarely installed, and what of another version would change the command line.
+
+Liger is no dependency of megalaunch, so that constraints.txt has no version of it.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,8 +17,19 @@ sys.path.insert(0, str(ROOT / "scripts" / "benchmarks"))
 
 import gpu_wheels
 
-CARRIED = ("hydra-core", "omegaconf", "antlr4-python3-runtime")
-INSTALLED = ("torch", "triton", "transformers", "numpy", "tokenizers", "typer", "rich", "pyyaml", "safetensors")
+CARRIED = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "typer", "click")
+INSTALLED = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "tokenizers",
+    "rich",
+    "shellingham",
+    "annotated-doc",
+    "pyyaml",
+    "safetensors",
+)
 
 
 def link(names, folder):

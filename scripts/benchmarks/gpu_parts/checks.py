@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -40,6 +41,8 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         if setting.device != "cuda":
             command.append("--collect-only")
+        elif importlib.util.find_spec("xdist") is not None:  # most of their time is compiling
+            command += ["-n", "4"]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         marked = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
         done = subprocess.run(

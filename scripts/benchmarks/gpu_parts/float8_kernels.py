@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_parts.kernel import Form, Kernel, _Inputs, experts_inputs
+from gpu_parts.kernel import Form, Inputs, Kernel, experts_inputs
 from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
 from megalaunch.kernels.float8_cast import (
@@ -26,8 +26,8 @@ from megalaunch.kernels.linear_matmuls import linear_by
 from megalaunch.schema.precision import Float8Spec
 
 
-def _float8_grouped_linear(recipe: str, format: str) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
+def _float8_grouped_linear(recipe: str, format: str) -> Callable[[Inputs], Kernel]:
+    def build(at: Inputs) -> Kernel:
         x, weight, offsets, flops = experts_inputs(at)
         spec = Float8Spec(recipe=recipe, format=format)  # type: ignore[arg-type]
         matmuls = Float8GroupedMatmuls(spec, at.setting.device != "cuda", lambda operand, amax: amax, None)
@@ -40,8 +40,8 @@ def _float8_grouped_linear(recipe: str, format: str) -> Callable[[_Inputs], Kern
     return build
 
 
-def _float8_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
+def _float8_linear(recipe: str) -> Callable[[Inputs], Kernel]:
+    def build(at: Inputs) -> Kernel:
         s = at.sizes
         x, weight = at.randn(s.tokens, 2 * s.hidden), at.randn(7 * s.hidden, 2 * s.hidden, scale=0.02)
         emulate = at.setting.device != "cuda"
@@ -58,10 +58,10 @@ def _float8_linear(recipe: str) -> Callable[[_Inputs], Kernel]:
     return build
 
 
-def _float8_cast(block: Block, power_of_two: bool) -> Callable[[_Inputs], Kernel]:
+def _float8_cast(block: Block, power_of_two: bool) -> Callable[[Inputs], Kernel]:
     """A cast with the scales of its own blocks: of one read, against an amax and a cast that read twice."""
 
-    def build(at: _Inputs) -> Kernel:
+    def build(at: Inputs) -> Kernel:
         x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
 
         def reference(x: Tensor) -> Sequence[Tensor]:
@@ -82,7 +82,7 @@ def _float8_cast(block: Block, power_of_two: bool) -> Callable[[_Inputs], Kernel
     return build
 
 
-def _float8_cast_delayed(at: _Inputs) -> Kernel:
+def _float8_cast_delayed(at: Inputs) -> Kernel:
     x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
     scale = torch.full((1, 1), 100.0, device=x.device)
 
@@ -97,7 +97,7 @@ def _float8_cast_delayed(at: _Inputs) -> Kernel:
     return Kernel((x,), at.compiled(forms, reference), bytes=4 * x.numel(), backward=False)
 
 
-def _float8_cast_both(at: _Inputs) -> Kernel:
+def _float8_cast_both(at: Inputs) -> Kernel:
     """The cast of a gradient with one scale, and of its transpose."""
     x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
     scale = torch.full((1, 1), 100.0, device=x.device)
@@ -112,8 +112,8 @@ def _float8_cast_both(at: _Inputs) -> Kernel:
     return Kernel((x,), at.compiled(forms, reference), bytes=4 * x.numel(), backward=False)
 
 
-def _float8_amax(block: Block) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
+def _float8_amax(block: Block) -> Callable[[Inputs], Kernel]:
+    def build(at: Inputs) -> Kernel:
         x = at.randn(at.sizes.tokens, 2 * at.sizes.hidden).detach()
 
         def reference(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _float8_amax(block: Block) -> Callable[[_Inputs], Kernel]:
     return build
 
 
-FLOAT8_KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
+FLOAT8_KERNELS: dict[str, Callable[[Inputs], Kernel]] = {
     "fp8 linear, tensorwise": _float8_linear("tensorwise"),
     "fp8 linear, rowwise": _float8_linear("rowwise"),
     "fp8 linear, blockwise": _float8_linear("blockwise"),

@@ -60,7 +60,7 @@ def liger_functions() -> Any:
     return liger
 
 
-class _Inputs:
+class Inputs:
     """Random leaves on the device."""
 
     def __init__(self, setting: Setting) -> None:
@@ -76,7 +76,7 @@ class _Inputs:
         return {**forms, "torch.compile": torch.compile(reference)} if self.setting.compile else forms
 
 
-def experts_inputs(at: _Inputs) -> tuple[Tensor, Tensor, Tensor, int]:
+def experts_inputs(at: Inputs) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return rows, the matrices of their experts, the offsets of even loads, and the operations of a step."""
     s = at.sizes
     rows = s.tokens * s.choices // 2

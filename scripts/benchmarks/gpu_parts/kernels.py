@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_parts.float8_kernels import FLOAT8_KERNELS
-from gpu_parts.kernel import Form, Kernel, _Inputs, experts_inputs, liger_functions
+from gpu_parts.kernel import Form, Inputs, Kernel, experts_inputs, liger_functions
 from gpu_parts.setting import Setting
 from gpu_parts.timing import median_seconds, relative_error
 from megalaunch.engine.model.attention.core import whole_sample_attention
@@ -39,7 +39,7 @@ from megalaunch.plan.attention_choice import TakenBackend
 from megalaunch.schema.optimizer import OptimizerSpec
 
 
-def _rms_norm(at: _Inputs) -> Kernel:
+def _rms_norm(at: Inputs) -> Kernel:
     s = at.sizes
     x, weight = at.randn(s.tokens, s.hidden), at.randn(s.hidden)
     forms: dict[str, Form] = {
@@ -51,7 +51,7 @@ def _rms_norm(at: _Inputs) -> Kernel:
     return Kernel((x, weight), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
 
 
-def _add_rms_norm(at: _Inputs) -> Kernel:
+def _add_rms_norm(at: Inputs) -> Kernel:
     s = at.sizes
     x, update, weight = at.randn(s.tokens, s.hidden), at.randn(s.tokens, s.hidden), at.randn(s.hidden)
 
@@ -67,7 +67,7 @@ def _add_rms_norm(at: _Inputs) -> Kernel:
     return Kernel((x, update, weight), at.compiled(forms, reference), bytes=8 * x.nbytes)
 
 
-def _add_layer_norm(at: _Inputs) -> Kernel:
+def _add_layer_norm(at: Inputs) -> Kernel:
     s = at.sizes
     x, update = at.randn(s.tokens, s.hidden), at.randn(s.tokens, s.hidden)
 
@@ -82,7 +82,7 @@ def _add_layer_norm(at: _Inputs) -> Kernel:
     return Kernel(inputs, at.compiled(forms, reference), bytes=8 * x.nbytes)
 
 
-def _layer_norm(at: _Inputs) -> Kernel:
+def _layer_norm(at: Inputs) -> Kernel:
     s = at.sizes
     x, weight, bias = at.randn(s.tokens, s.hidden), at.randn(s.hidden), at.randn(s.hidden)
 
@@ -95,7 +95,7 @@ def _layer_norm(at: _Inputs) -> Kernel:
     return Kernel((x, weight, bias), at.compiled(forms, forms["reference"]), bytes=5 * x.nbytes)
 
 
-def _swiglu(at: _Inputs) -> Kernel:
+def _swiglu(at: Inputs) -> Kernel:
     s = at.sizes
     gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
     forms: dict[str, Form] = {"reference": swiglu_reference, "ours": swiglu}
@@ -104,8 +104,8 @@ def _swiglu(at: _Inputs) -> Kernel:
     return Kernel((gate, up), at.compiled(forms, swiglu_reference), bytes=8 * gate.nbytes)
 
 
-def _geglu(variant: GegluVariant) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
+def _geglu(variant: GegluVariant) -> Callable[[Inputs], Kernel]:
+    def build(at: Inputs) -> Kernel:
         s = at.sizes
         gate, up = at.randn(s.tokens, s.ffn), at.randn(s.tokens, s.ffn)
         reference = partial(geglu_reference, variant=variant)
@@ -117,7 +117,7 @@ def _geglu(variant: GegluVariant) -> Callable[[_Inputs], Kernel]:
     return build
 
 
-def _rope(at: _Inputs) -> Kernel:
+def _rope(at: Inputs) -> Kernel:
     s = at.sizes
     q, k = at.randn(2, s.heads, s.tokens // 2, 64), at.randn(2, s.groups, s.tokens // 2, 64)
     angles = torch.rand(s.tokens // 2, 32, device=q.device).repeat(1, 2)
@@ -139,8 +139,8 @@ def _rope(at: _Inputs) -> Kernel:
     return Kernel((q, k), at.compiled(forms, reference), bytes=4 * (q.nbytes + k.nbytes))
 
 
-def _attention(width: int) -> Callable[[_Inputs], Kernel]:
-    def build(at: _Inputs) -> Kernel:
+def _attention(width: int) -> Callable[[Inputs], Kernel]:
+    def build(at: Inputs) -> Kernel:
         s = at.sizes
         q = at.randn(1, s.heads, s.sequence, width)
         k, v = at.randn(1, s.groups, s.sequence, width), at.randn(1, s.groups, s.sequence, width)
@@ -163,7 +163,7 @@ def _attention(width: int) -> Callable[[_Inputs], Kernel]:
     return build
 
 
-def _capped_attention(at: _Inputs) -> Kernel:
+def _capped_attention(at: Inputs) -> Kernel:
     """Attention with a soft cap of its scores, as Gemma 2 has: in fp32 block by block, and what runs on GPUs take."""
     s, width = at.sizes, 128
     q = at.randn(1, s.heads, s.sequence, width)
@@ -179,7 +179,7 @@ def _capped_attention(at: _Inputs) -> Kernel:
     return Kernel((q, k, v), forms, flops=3.5 * 2 * s.sequence**2 * s.heads * width)
 
 
-def _packed_attention(at: _Inputs) -> Kernel:
+def _packed_attention(at: Inputs) -> Kernel:
     """Causal attention within documents of a half, a quarter and two eighths of a sample."""
     s, width = at.sizes, 128
     q = at.randn(1, s.heads, s.sequence, width)
@@ -200,10 +200,10 @@ def _packed_attention(at: _Inputs) -> Kernel:
     return Kernel((q, k, v), forms, flops=3.5 * 4 * pairs * s.heads * width)
 
 
-def _masked_attention(window: int | None, has_sinks: bool) -> Callable[[_Inputs], Kernel]:
+def _masked_attention(window: int | None, has_sinks: bool) -> Callable[[Inputs], Kernel]:
     """Attention with a sliding window or sinks, heads of 64 as gpt-oss has: by blocks, and in one call."""
 
-    def build(at: _Inputs) -> Kernel:
+    def build(at: Inputs) -> Kernel:
         s, width = at.sizes, 64
         q = at.randn(1, s.heads, s.sequence, width)
         k, v = at.randn(1, s.groups, s.sequence, width), at.randn(1, s.groups, s.sequence, width)
@@ -226,7 +226,7 @@ def _masked_attention(window: int | None, has_sinks: bool) -> Callable[[_Inputs]
     return build
 
 
-def _linear_cross_entropy(at: _Inputs) -> Kernel:
+def _linear_cross_entropy(at: Inputs) -> Kernel:
     """Head and loss: whole logits in fp32, or chunks of 2,048 tokens, as the training cases have."""
     s = at.sizes
     tokens = s.tokens // 2
@@ -252,7 +252,7 @@ def _linear_cross_entropy(at: _Inputs) -> Kernel:
     return Kernel((x, weight), at.compiled(forms, reference), flops=6 * x.numel() * s.vocabulary)
 
 
-def _grouped_linear(at: _Inputs) -> Kernel:
+def _grouped_linear(at: Inputs) -> Kernel:
     x, weight, offsets, flops = experts_inputs(at)
     forms: dict[str, Form] = {
         "reference": lambda x, w: grouped_linear_reference(x, w, offsets),
@@ -261,7 +261,7 @@ def _grouped_linear(at: _Inputs) -> Kernel:
     return Kernel((x, weight), forms, flops=flops)
 
 
-def _permute(at: _Inputs) -> Kernel:
+def _permute(at: Inputs) -> Kernel:
     s = at.sizes
     tokens = s.tokens // 2
     x, weights = at.randn(tokens, s.hidden), at.randn(tokens, s.choices, dtype=torch.float32)
@@ -281,7 +281,7 @@ def _permute(at: _Inputs) -> Kernel:
     return Kernel((x, weights), at.compiled(forms, reference), bytes=moved)
 
 
-def _adamw(at: _Inputs) -> Kernel:
+def _adamw(at: Inputs) -> Kernel:
     s = at.sizes
     parameters = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
     gradients = [torch.randn_like(one) for one in parameters]
@@ -302,7 +302,7 @@ def _adamw(at: _Inputs) -> Kernel:
     return Kernel((), forms, bytes=28 * s.tensor * s.tensors, backward=False)
 
 
-def _adamw_bf16(at: _Inputs) -> Kernel:
+def _adamw_bf16(at: Inputs) -> Kernel:
     """AdamW with moments in bf16, which are copied to fp32 and back in pieces, next to moments in fp32."""
     s, rule = at.sizes, AdamW(OptimizerSpec())
     parameters = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
@@ -325,7 +325,7 @@ def _adamw_bf16(at: _Inputs) -> Kernel:
     return Kernel((), forms, bytes=20 * s.tensor * s.tensors, backward=False)
 
 
-def _grad_norm(at: _Inputs) -> Kernel:
+def _grad_norm(at: Inputs) -> Kernel:
     s = at.sizes
     gradients = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
     forms: dict[str, Form] = {
@@ -335,7 +335,7 @@ def _grad_norm(at: _Inputs) -> Kernel:
     return Kernel((), forms, bytes=4 * s.tensor * s.tensors, backward=False)
 
 
-KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
+KERNELS: dict[str, Callable[[Inputs], Kernel]] = {
     "attention, head 64": _attention(64),
     "attention, head 128": _attention(128),
     "attention, documents": _packed_attention,
@@ -365,7 +365,7 @@ KERNELS: dict[str, Callable[[_Inputs], Kernel]] = {
 def measure(name: str, setting: Setting) -> dict[str, Any]:
     """Return for each form its milliseconds, rate, and relative error of all results against the first form's."""
     torch.manual_seed(0)
-    kernel = KERNELS[name](_Inputs(setting))
+    kernel = KERNELS[name](Inputs(setting))
     expected: list[Tensor] | None = None
     upstream: list[Tensor] = []
     found: dict[str, Any] = {}

@@ -100,7 +100,7 @@ PARTS = (
     Part("kernels", _KERNELS, "kernels"),
     Part("checks", {"quickstart": 30}, "checks"),
     _transformers(_8B, {"8192, bf16": 40, "2048, bf16": 35}),
-    Part("checks", {"gpu tests": 75}, "checks"),
+    Part("checks", {"gpu tests": 120}, "checks"),
     _transformers(_1B, {"8192, bf16": 80, "2048, bf16": 70}),  # torch.compile unrolls all layers
     _training(_8B_8L, _STEPS),
     _training(_QWEN3, _STEPS),
