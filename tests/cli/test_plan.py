@@ -161,8 +161,9 @@ def test_what_the_engine_refuses_has_no_speed():
     assert "[fp8.library_recipe]" in rows.output
     assert "not predicted: the engine refuses this run (errors above)" in rows.output
     assert "tokens/s" not in rows.output
-    compiled = plan("recipe=llama3_8b", "train.compile=true", "precision=fp8_delayed").output
-    assert "[fp8.compile]" in compiled
+    library = "precision.fp8.implementation=transformer_engine"
+    compiled = plan("recipe=llama3_8b", "train.compile=true", "precision=fp8", library).output
+    assert "[fp8.library_compile]" in compiled
     assert "tokens/s" not in compiled
     refused = plan(*OVERRIDES, "model.attention_backend=flash", "model.attn_logit_softcapping=30", "--json")
     report = json.loads(refused.output)

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megalaunch.engine.precision.amax_operator import raise_amax, record_amax
 from megalaunch.kernels.float8_cast import scale_from_amax
 
 
@@ -119,10 +120,15 @@ class LayerAmax:
         """False until a step has made an entry."""
         return self._histories.has_scales
 
-    def record(self, operand: int, amax: Tensor) -> None:
-        """Note an amax of this step, [1, 1] or [experts, 1]."""
-        noted = self._amax_m3[:, operand]
-        noted.copy_(torch.maximum(noted, amax.flatten()))
+    def record(self, operand: int, amax: Tensor, value: Tensor) -> Tensor:
+        """Note an amax of this step, [1, 1] or [experts, 1]; return `value`, a tensor that the matmul needs.
+
+        A compiled layer keeps the note for the sake of the value.
+        """
+        if torch.compiler.is_compiling():
+            return record_amax(self._amax_m3, operand, amax, value)
+        raise_amax(self._amax_m3, operand, amax)
+        return value
 
     def scale(self, operand: int) -> Tensor:
         """Return the scale of this step, [1, 1] or [experts, 1]."""

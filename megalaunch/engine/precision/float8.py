@@ -9,7 +9,7 @@ need all of it first. Only weights have square blocks (DeepSeek-AI 2024, DeepSee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
@@ -143,8 +143,8 @@ class Float8Matmuls:
         if self._delayed is not None and self._delayed.has_scales:
             scale = self._delayed.scale(GRADIENT.index)
             rows, columns, amax = Float8Matrix.quantize_both_with_amax(dy_TF, scale, dtype)
-            self._delayed.record(GRADIENT.index, amax)
-            return _CastGrad(dy, rows, columns)
+            scale = self._delayed.record(GRADIENT.index, amax, scale)
+            return _CastGrad(dy, replace(rows, scales=scale), replace(columns, scales=scale))
         scale = self._scale(dy_TF, GRADIENT, LinearDim.OUT_FEATURES, (0, 0), dtype)
         return _CastGrad(dy, *Float8Matrix.quantize_both(dy_TF, scale, dtype))
 
@@ -180,16 +180,15 @@ class Float8Matmuls:
         """Cast with the scale of earlier steps, and record the amax."""
         scale = delayed.scale(operand.index)
         if operand is WEIGHT and self.weight_amax is not None:
-            delayed.record(operand.index, self.weight_amax())
+            scale = delayed.record(operand.index, self.weight_amax(), scale)
             return Float8Matrix.quantize(x_RK, scale, (0, 0), dtype)
         matrix, amax = Float8Matrix.quantize_with_amax(x_RK, scale, dtype)
-        delayed.record(operand.index, amax)
-        return matrix
+        return replace(matrix, scales=delayed.record(operand.index, amax, scale))
 
     def _scale(self, x_RK: Tensor, operand: Operand, along: LinearDim, block: Block, dtype: torch.dtype) -> Tensor:
         amax = block_amax(x_RK, block)
         if self._delayed is not None:
             known = self.weight_amax if operand is WEIGHT else None
-            self._delayed.record(operand.index, amax if known is None else known())
+            amax = self._delayed.record(operand.index, amax if known is None else known(), amax)
         amax = self._reduce_amax(operand.dims if block[0] == 0 else (along,), amax)
         return self._blocks.scale(amax, dtype)

@@ -128,7 +128,7 @@ class Float8GroupedMatmuls:
         scale = self._blocks.scale(amax, self._dtypes[operand.index])
         if self._delayed is None:
             return scale
-        self._delayed.record(operand.index, amax)
+        scale = self._delayed.record(operand.index, amax, scale)
         if not self._delayed.has_scales:
             return scale
         return self._delayed.scale(operand.index).where(self._delayed.is_known(operand.index), scale)

@@ -137,18 +137,6 @@ def experts_chip(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.compile", "train.compile is off with the delayed recipe.")
-def compiled(at: RuleContext) -> Iterator[Violation]:
-    """A graph cannot record amaxes: a tensor saved for backward must not change, and each microbatch changes them."""
-    recipe = at.spec.precision.fp8.recipe
-    if _alignment(at) and recipe == "delayed" and at.spec.train.compile:
-        yield Violation(
-            "train.compile",
-            "fp8 matmuls with delayed scales cannot be compiled",
-            fixes=({"train.compile": False}, {"precision.fp8.recipe": "tensorwise"}),
-        )
-
-
 @rule("fp8.tp_comm_overlap", "parallel.tp_comm_overlap is off with fp8.")
 def tp_comm_overlap(at: RuleContext) -> Iterator[Violation]:
     """A ring multiplies one shard of the sequence at a time, before it knows the amax of the others."""

@@ -16,12 +16,16 @@ def made(length=3, margin=0):
     return AmaxHistories(layers, length, (E4M3, E4M3, E5M2), margin, torch.device("cpu"))
 
 
+def record(layer, operand, amax):
+    layer.record(operand, torch.tensor(amax), torch.ones(()))
+
+
 def step(histories, *microbatches):
     """One step in which the input of the second layer has these amaxes."""
     layer = histories.of_layer("layers.0.b")
     histories.begin_step()
     for amax in microbatches:
-        layer.record(0, torch.tensor([[amax]]))
+        record(layer, 0, [[amax]])
     histories.end_step(lambda amax: amax)
     return layer.scale(0).item()
 
@@ -45,7 +49,7 @@ def test_golden_scales(length, margin, scales):
 def test_gradients_have_the_range_of_their_format():
     histories = made()
     layer = histories.of_layer("layers.0.a")
-    layer.record(2, torch.tensor([[7.0]]))
+    record(layer, 2, [[7.0]])
     histories.end_step(lambda amax: amax)
     assert layer.scale(2).item() == 8192
 
@@ -61,14 +65,14 @@ def test_an_amax_that_says_nothing_repeats_the_last_one(amax):
 def test_passes_between_steps_make_no_entry():
     histories = made()
     step(histories, 4.0)
-    histories.of_layer("layers.0.b").record(0, torch.tensor([[100.0]]))  # a validation
+    record(histories.of_layer("layers.0.b"), 0, [[100.0]])  # a validation
     assert step(histories, 4.0) == 448 / 4
 
 
 def test_before_the_first_entry_there_are_no_scales_after_a_resume_either():
     histories = made()
     histories.begin_step()
-    histories.of_layer("layers.0.b").record(0, torch.tensor([[100.0]]))  # of a skipped step
+    record(histories.of_layer("layers.0.b"), 0, [[100.0]])  # of a skipped step
     histories.restored()
     assert not histories.has_scales
     assert step(histories, 4.0) == 448 / 4
@@ -95,7 +99,7 @@ def test_experts_have_histories_of_their_own():
     """A rank notes those of its experts; an expert without tokens so far has no scale."""
     histories = made()
     mine = histories.of_experts("layers.0.experts", first=1, count=2)
-    mine.record(0, torch.tensor([[2.0], [0.0]]))
+    record(mine, 0, [[2.0], [0.0]])
     histories.end_step(lambda amax: amax)
     assert mine.scale(0)[0].item() == 224
     assert mine.is_known(0).flatten().tolist() == [True, False]

@@ -11,10 +11,12 @@ from functools import partial
 import pytest
 import torch
 from slow_cases import slow_but
+from torch.utils.checkpoint import checkpoint
 
+from megalaunch.engine.precision.amax_history import AmaxHistories
 from megalaunch.engine.precision.float8 import Float8Matmuls
 from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
-from megalaunch.kernels.float8_cast import REFERENCE
+from megalaunch.kernels.float8_cast import E4M3, E5M2, REFERENCE
 from megalaunch.kernels.forms import CastKernels, KernelForms, use_kernel_forms
 from megalaunch.kernels.grouped_linear import grouped_linear_by
 from megalaunch.kernels.linear_matmuls import linear_by
@@ -157,3 +159,40 @@ def test_a_compiled_layer_has_the_numbers_of_an_eager_one(recipe, emulate):
     compiled = torch.compile(linear_by, backend="aot_eager", fullgraph=True)
     for found, expected in zip(gradients(compiled), gradients(linear_by), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("recompute", slow_but([False, True], False))
+def test_compiled_layers_with_delayed_scales_record_what_eager_ones_do(recompute):
+    """Three steps of two microbatches whose passes alternate as in a pipeline, by two layers that share a graph."""
+
+    def numbers(compiles):
+        histories = AmaxHistories({"a": None, "b": None}, 2, (E4M3, E4M3, E5M2), 0, torch.device("cpu"))
+        settings = Float8Spec(recipe="delayed")
+        layers = [Float8Matmuls(settings, True, one_process, histories.of_layer(name)) for name in ("a", "b")]
+        torch.manual_seed(0)
+        weights = [torch.randn(32, 32).bfloat16().requires_grad_() for _ in layers]
+
+        def layer(matmuls, x, weight):
+            if recompute:
+                return checkpoint(linear_by, matmuls, x, weight, use_reentrant=False)
+            return linear_by(matmuls, x, weight)
+
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+        found = []
+        for _ in range(3):
+            histories.begin_step()
+            outputs = []
+            for _ in range(2):
+                y = torch.randn(16, 32).bfloat16().requires_grad_()
+                for matmuls, weight in zip(layers, weights, strict=True):
+                    y = call(matmuls, y, weight)
+                outputs.append(y)
+            for y in outputs:
+                y.square().sum().backward()
+            histories.end_step(lambda amax: amax)
+            found += [*outputs, *(weight.grad.clone() for weight in weights), histories.scale_n3.clone()]
+        return [*found, *histories.states().values()]
+
+    found, expected = numbers(True), numbers(False)
+    assert (expected[-1] > 0).all()
+    assert all(map(torch.equal, found, expected))

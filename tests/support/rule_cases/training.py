@@ -174,10 +174,6 @@ PRECISION = {
         "platform=b200", "platform=h100", (*TINY, *ANY_GPUS, "precision.fp8.recipe=blockwise", *BLOCKS_OF_128)
     ),
     "fp8.fnuz_chip": Case("platform=mi300x", "platform=h200", (*TINY, *ANY_GPUS)),
-    "fp8.compile": Case(
-        "precision.fp8.recipe=delayed", "precision.fp8.recipe=rowwise",
-        (*TINY, *FP8, "train.compile=true"),
-    ),
     "fp8.tp_comm_overlap": Case(
         "parallel.tp_comm_overlap=true",
         "parallel.tp_comm_overlap=false",
