@@ -11,7 +11,7 @@ from megalaunch.plan.cost.stacks import (
     describe_kernels,
     engine_stack,
 )
-from megalaunch.plan.cost.step import StepTime, UnknownChipSpeed, step_time
+from megalaunch.plan.cost.step import StepTime, UnknownChipSpeed, known_peak, step_time
 
 __all__ = [
     "CONSTANTS",
@@ -28,5 +28,6 @@ __all__ = [
     "UnknownChipSpeed",
     "describe_kernels",
     "engine_stack",
+    "known_peak",
     "step_time",
 ]

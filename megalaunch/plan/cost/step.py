@@ -227,9 +227,15 @@ def _copies(rounds: ShardingRounds, params: DeviceParams, device: Device) -> flo
     return (params.dense + params.experts) * each / device.memory
 
 
-def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
-    """Return the rates of a chip for a precision, with the kernels of a stack."""
+def known_peak(spec: RunSpec, chip: ChipFacts | None) -> float:
+    """Return the peak FLOP/s of a chip for what a run does not compute in fp8.
+
+    Raises:
+        UnknownChipSpeed: the chip lacks a figure that the time of a step is computed from.
+    """
     precision, compute = spec.precision, spec.precision.compute_dtype
+    if compute == "fp8" and precision.emulate:
+        raise UnknownChipSpeed("no time model for emulated fp8, whose matmuls are in fp32")
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
         raise UnknownChipSpeed(
             f"the speed of {chip.name if chip else 'this chip'} is unknown: no peak FLOP/s in the table of chips"
@@ -238,6 +244,15 @@ def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
     peak = chip.peak_flops.get(name)
     if peak is None or (compute == "fp8" and "fp8" not in chip.peak_flops):
         raise UnknownChipSpeed(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
+    return peak
+
+
+def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
+    """Return the rates of a chip for a precision, with the kernels of a stack."""
+    peak = known_peak(spec, chip)
+    assert chip is not None
+    assert chip.memory_bandwidth is not None
+    precision, compute = spec.precision, spec.precision.compute_dtype
     head = peak * stack.matmul_16.value
     float8 = compute == "fp8"
     matmul = chip.peak_flops["fp8"] * stack.matmul_8.value if float8 else head

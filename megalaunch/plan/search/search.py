@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from megalaunch.plan.cost import Stack, StepTime, step_time
+from megalaunch.plan.cost import Stack, StepTime, UnknownChipSpeed, known_peak, step_time
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.rules.registry import RULES, Rule
 from megalaunch.plan.rules.suggestions import suggestions_disabled
@@ -137,6 +137,10 @@ def _device_bytes(spec: RunSpec) -> float:
     chip = CHIPS.get(spec.platform.chip)
     if chip is None or chip.memory_bytes is None or not chip.peak_flops:
         raise SearchError(f"memory and speed of {spec.platform.chip} are unknown; select a chip, e.g. platform=h100")
+    try:
+        known_peak(spec, chip)
+    except UnknownChipSpeed as error:
+        raise SearchError(f"layouts have no predicted speed: {error}") from error
     if spec.model.vocab_size is None:
         raise SearchError("the vocabulary is open; give model.vocab_size")
     return float(chip.memory_bytes)
