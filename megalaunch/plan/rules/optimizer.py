@@ -139,14 +139,14 @@ def offload_needs_adam(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("optimizer.exp_avg_needs_adam", "exp_avg_dtype is bf16 only for adamw.")
-def exp_avg_needs_adam(at: RuleContext) -> Iterator[Violation]:
-    """Lion's sign and Muon's orthogonalisation amplify the rounding of small moments."""
+@rule("optimizer.exp_avg_of_muon", "exp_avg_dtype is fp32 for muon.")
+def exp_avg_of_muon(at: RuleContext) -> Iterator[Violation]:
+    """Orthogonalization amplifies the rounding of small directions, and takes them whole: not in pieces in fp32."""
     name, moments = at.spec.optimizer.name, at.spec.precision.exp_avg_dtype
-    if moments != "fp32" and name != "adamw":
+    if moments != "fp32" and name == "muon":
         yield Violation(
             "precision.exp_avg_dtype",
-            f"exp_avg_dtype={moments} needs adamw, but the optimizer is {name}",
+            f"exp_avg_dtype={moments} is for adamw, lion and sgd, but the optimizer is muon",
             fixes=({"precision.exp_avg_dtype": "fp32"}, {"optimizer.name": "adamw"}),
         )
 

@@ -177,12 +177,16 @@ def grad_rounding(at: RuleContext) -> Iterator[Violation]:
 
 @rule("precision.exp_avg_by_grad", "With exp_avg_dtype=bf16 beta2 is at most 1 - 2^-8.")
 def exp_avg_by_grad(at: RuleContext) -> Iterator[Violation]:
-    """One step changes the second moment by 1 - beta2 at most: below 2^-8 rounding to bf16 loses the change."""
+    """A step changes a moment that beta2 decays by a share of about 1 - beta2: rounding to bf16 loses it below 2^-8.
+
+    Such are AdamW's second moment and Lion's momentum.
+    """
     optimizer, moments = at.spec.optimizer, at.spec.precision.exp_avg_dtype
-    if moments == "bf16" and optimizer.name == "adamw" and 1 > optimizer.beta2 > 1 - 2**-8:
+    if moments == "bf16" and optimizer.name in ("adamw", "lion") and 1 > optimizer.beta2 > 1 - 2**-8:
+        moment = "momentum" if optimizer.name == "lion" else "second moment"
         yield Violation(
             "precision.exp_avg_dtype",
-            f"with beta2 {optimizer.beta2:g} one step changes the second moment by less than bf16 resolves",
+            f"with beta2 {optimizer.beta2:g} one step changes the {moment} by less than bf16 resolves",
             {"beta2": optimizer.beta2},
             ({"precision.exp_avg_dtype": "fp32"}, {"optimizer.beta2": 0.95}),
             severity="warning",

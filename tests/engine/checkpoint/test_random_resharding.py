@@ -106,17 +106,19 @@ DP2_ZERO3: Layout = {**ONE, **ZERO3, "parallel__dp": 2}
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("name", "first", "second"),
     [
-        pytest.param(DP2_ZERO3, TP2, id="zero3 to tp2"),
-        pytest.param(TP2, {**ONE, "parallel__pp": 2, "parallel__schedule": "1f1b"}, id="tp2 to pp2",
+        pytest.param("adamw", DP2_ZERO3, TP2, id="zero3 to tp2"),
+        pytest.param("lion", DP2_ZERO3, TP2, id="lion, zero3 to tp2", marks=pytest.mark.slow),
+        pytest.param("sgd", TP2, DP2_ZERO3, id="sgd, tp2 to zero3", marks=pytest.mark.slow),
+        pytest.param("adamw", TP2, {**ONE, "parallel__pp": 2, "parallel__schedule": "1f1b"}, id="tp2 to pp2",
                      marks=pytest.mark.slow),
-        pytest.param(EP4, {**DP2_ZERO3, "parallel__ep": 2}, id="ep4 to ep2 zero3", marks=pytest.mark.slow),
+        pytest.param("adamw", EP4, {**DP2_ZERO3, "parallel__ep": 2}, id="ep4 to ep2 zero3", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_moments_and_main_params_in_bf16_go_on_under_another_layout(tmp_path, first, second):
+def test_moments_and_main_params_in_bf16_go_on_under_another_layout(tmp_path, name, first, second):
     """To the bit; the losses after it to the rounding of bf16, as layouts round other partial sums."""
-    made = {**(EXPERTS if first is EP4 else {"model__num_layers": 2}), **IN_BF16}
+    made = {**(EXPERTS if first is EP4 else {"model__num_layers": 2}), **IN_BF16, "optimizer__name": name}
     expected = joined(ranks_of(first), saved_and_gone_on, spec_of(first, **made), tmp_path, False)
     checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
     tensors, spec = read_tensors(checkpoint), spec_of(second, **made)

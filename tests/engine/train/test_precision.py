@@ -226,6 +226,30 @@ def test_an_update_of_weights_in_bf16_is_that_in_fp32_rounded_once(name, monkeyp
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_an_update_with_moments_in_bf16_is_that_in_fp32_rounded_once(name, monkeypatch):
+    """With decay and clipping, over three updates: weights are the same, moments those in fp32, rounded."""
+    monkeypatch.setattr(update_rules, "UPDATE_PIECE", 5)
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 6), [torch.randn(4, 6) for _ in range(3)]
+    spec, runs = OptimizerSpec(weight_decay=0.5, **RULES[name]), []
+    for dtype in ("bf16", "fp32"):
+        module = torch.nn.Module()
+        module.weight, module.copy_embedding = torch.nn.Parameter(start.clone()), lambda: None
+        runs.append((module, Optimizer(module, spec, PrecisionSpec(exp_avg_dtype=dtype, compute_dtype="fp32"))))
+    for gradient in gradients:
+        for module, optimizer in runs:
+            module.weight.grad = gradient.clone()
+            optimizer.step(0.01, divisor=2.0)
+        assert torch.equal(runs[0][0].weight, runs[1][0].weight)
+        narrow, wide = (optimizer.states() for _, optimizer in runs)
+        assert narrow
+        for state, value in wide.items():
+            assert narrow[state].dtype == torch.bfloat16
+            assert torch.equal(narrow[state], value.bfloat16())
+            value.copy_(narrow[state])
+
+
 WHOLLY_BF16 = {"precision__compute_dtype": "bf16", "precision__main_params_dtype": "bf16"}
 
 

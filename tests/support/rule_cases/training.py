@@ -62,8 +62,8 @@ OPTIMIZER = {
         "optimizer.optimizer_offload_fraction=0.5",
         (*TINY, "platform=h100", "cluster.devices_per_node=2"),
     ),
-    "optimizer.exp_avg_needs_adam": Case(
-        "precision.exp_avg_dtype=bf16 optimizer.name=lion", "precision.exp_avg_dtype=bf16"
+    "optimizer.exp_avg_of_muon": Case(
+        "precision.exp_avg_dtype=bf16 optimizer.name=muon", "precision.exp_avg_dtype=bf16 optimizer.name=lion"
     ),
     "optimizer.offload_idle": Case(
         "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0"
