@@ -171,9 +171,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return dlogits, None, None, None, None
 
 
-def _label_columns(labels_T: Tensor, width: int, axis: Axis) -> Tensor:
+def _label_columns(labels: Tensor, width: int, axis: Axis) -> Tensor:
     """Return the column of each label in this rank's shard of `width` columns, -1 where there is none."""
-    columns = labels_T - axis.rank * width
+    columns = labels - axis.rank * width
     return columns.where((columns >= 0) & (columns < width), -1)  # ignored labels are negative
 
 
