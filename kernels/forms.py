@@ -106,6 +106,22 @@ class LossKernels:
 
 
 @dataclass(frozen=True)
+class UpdateKernels:
+    """One form of the operators of fused_update.py, on lists of tensors in the same order.
+
+    Arithmetic in fp32 whatever the dtypes, gradients divided by `divisor`; weights and moments are overwritten.
+
+    Attributes:
+        adamw: (weights, gradients, exp_avg, exp_avg_sq, numbers of updates, lr, beta1, beta2, epsilon, weight decay,
+            divisor); adds 1 to the numbers.
+        lion: (weights, gradients, exp_avg, lr, beta1, beta2, weight decay, divisor).
+    """
+
+    adamw: Callable[..., None]
+    lion: Callable[..., None]
+
+
+@dataclass(frozen=True)
 class KernelForms:
     """Forms to use in place of those that the dispatch selects; None: what the dispatch selects.
 
@@ -122,6 +138,7 @@ class KernelForms:
         row_kernels: The operators of permute.py.
         cast_kernels: The operators of float8_cast.py.
         loss_kernels: The operators of linear_loss.py.
+        update_kernels: The operators of fused_update.py.
     """
 
     on_cpu: bool | None = None
@@ -135,6 +152,7 @@ class KernelForms:
     row_kernels: RowKernels | None = None
     cast_kernels: CastKernels | None = None
     loss_kernels: LossKernels | None = None
+    update_kernels: UpdateKernels | None = None
 
 
 _NONE = KernelForms()

@@ -327,3 +327,40 @@ def loss_and_gradient(logits_Tv: Tensor, columns_T: Tensor, used: int, cap: floa
 @loss_and_gradient.register_fake
 def _(logits_Tv: Tensor, columns_T: Tensor, used: int, cap: float | None) -> Tensor:
     return logits_Tv.new_empty(logits_Tv.shape[0], dtype=torch.float32)
+
+
+@custom_op("megalaunch::adamw", mutates_args=("weights", "averages", "squares", "updates"))
+def adamw(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    divisor: float,
+) -> None:
+    """Update weights and moments by AdamW, and count the update (`UpdateKernels.adamw`)."""
+    from megalaunch.kernels.fused_update_triton import adamw as start
+
+    start(weights, gradients, averages, squares, updates, lr, beta1, beta2, epsilon, weight_decay, divisor)
+
+
+@custom_op("megalaunch::lion", mutates_args=("weights", "averages"))
+def lion(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    divisor: float,
+) -> None:
+    """Update weights and moments by Lion (`UpdateKernels.lion`)."""
+    from megalaunch.kernels.fused_update_triton import lion as start
+
+    start(weights, gradients, averages, lr, beta1, beta2, weight_decay, divisor)

@@ -18,6 +18,7 @@ from megalaunch.plan.cost import (
     step_time,
 )
 from megalaunch.plan.cost.communication import dispatch_bytes
+from megalaunch.plan.cost.update import update_traffic
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
@@ -209,6 +210,7 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
     yield Statement("kernels", stack.meaning, stack.name)
     yield from stack.constants
     yield from CONSTANTS
+    yield Constant("bytes moved per parameter by the update", update_traffic(spec), "plan/cost/update.py, by dtypes")
     yield from STATEMENTS
     if spec.model.moe.num_experts:
         yield Constant(

@@ -68,6 +68,7 @@ def implementations(device: str) -> Iterator[Implementation]:
         yield Implementation("RMSNorm, LayerNorm and the residual addition before them", f"{_KERNELS}.add_norm_triton")
         yield Implementation("RoPE", f"{_KERNELS}.rope_triton")
         yield Implementation("cross-entropy", f"{_KERNELS}.linear_loss_triton")
+        yield Implementation("updates by Lion, and by AdamW in half formats", f"{_KERNELS}.fused_update_triton")
         yield Implementation("matmuls", "torch")
     else:
         yield Implementation("matmuls, norms, RoPE and cross-entropy", "torch")

@@ -17,6 +17,7 @@ from triton_grouped_cases import GROUPED_CASES
 from triton_loss_cases import LOSS_CASES
 from triton_operator_cases import OPERATOR_CASES
 from triton_rope_cases import ROPE_CASES
+from triton_update_cases import UPDATE_CASES
 
 from megalaunch.kernels.forms import KernelForms, use_kernel_forms
 from megalaunch.kernels.permute import (
@@ -94,6 +95,7 @@ CASES = {
     **FLOAT8_CASES,
     **GROUPED_CASES,
     **LOSS_CASES,
+    **UPDATE_CASES,
     **OPERATOR_CASES,
     **{
         f"swiglu {size} {dtype}": partial(swiglu_case, size, dtype=dtype)

@@ -40,6 +40,11 @@ KERNELS = {
     "columns times rows, an expert without rows, 128": ["_columns_times_rows"],
     "columns times rows, scales of experts, 0": ["_columns_times_rows"],
     "loss of 2 x 16387 torch.bfloat16": ["_gradient", "_loss_and_gradient", "_sums"],
+    "adamw of torch.float32, torch.float32, torch.bfloat16": ["_adamw"],
+    "adamw of torch.bfloat16, torch.bfloat16, torch.float32": ["_adamw"],
+    "lion of torch.bfloat16, torch.bfloat16, torch.bfloat16": ["_lion"],
+    "adamw, aligned": ["_adamw"],
+    "lion of fp32": ["_lion"],
     "loss with a cap": ["_gradient", "_loss_and_gradient", "_sums"],
 }
 """Cases of test_triton.py with the kernels that each starts."""

@@ -110,6 +110,14 @@ ARGUMENTS: dict[str, list[Callable[[Inputs], tuple[Any, ...]]]] = {
         lambda at: (at.rows(3, 40), at.columns(), at.plain(3), at.plain(3), 38, None),
     ],
     "loss_and_gradient": [lambda at: (at.rows(3, 40), at.columns(), 38, 2.0)],
+    "adamw": [
+        lambda at: (
+            *([at.rows(3, 5), at.rows(7).bfloat16()] for _ in range(3)),
+            *([at.rows(3, 5).abs(), at.rows(7).abs()], [torch.ones((), device=at.device) for _ in range(2)]),
+            *(1e-3, 0.9, 0.95, 1e-8, 0.1, 2.0),
+        ),
+    ],
+    "lion": [lambda at: (*([at.rows(3, 5), at.rows(7).bfloat16()] for _ in range(3)), 1e-3, 0.9, 0.95, 0.1, 2.0)],
     "float8_cast_both": [lambda at: (at.plain(6, 40), at.plain(1, 1), E4M3)],
 }
 """Arguments of each operator, by its name."""

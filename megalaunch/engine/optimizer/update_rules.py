@@ -4,9 +4,11 @@ With weight w, gradient g, learning rate lr and weight decay wd. The decay is de
 before the update. Gradients arrive multiplied by a divisor, by which the rule divides them: clipping costs no pass.
 Whatever the dtypes of weights, gradients and states, an update is computed in fp32 and rounded once, to the nearest.
 
-AdamW: torch's fused kernel. Its states are exp_avg, exp_avg_sq and the number of updates.
+AdamW: torch's fused kernel, or on a GPU ours where a tensor is not in fp32 (kernels/fused_update.py). Its states are
+       exp_avg, exp_avg_sq and the number of updates.
 SGD:   b = momentum * b + g;  w -= lr * b, or with Nesterov momentum lr * (g + momentum * b)
-Lion:  w -= lr * sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g   (Chen et al. 2023)
+Lion:  w -= lr * sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g   (Chen et al. 2023); on a GPU
+       by a kernel
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megalaunch.engine.dtensor import to_local_no_grad
+from megalaunch.kernels.forms import UpdateKernels
+from megalaunch.kernels.fused_update import update_kernels
 from megalaunch.kernels.overridable import overridable
 from megalaunch.plan.memory.model_states import UPDATE_PIECE
 from megalaunch.schema.optimizer import OptimizerSpec
@@ -46,6 +50,21 @@ class Update:
     divisor: float
 
     @property
+    def kernels(self) -> UpdateKernels | None:
+        """The kernels that update many tensors at once, if the device has them."""
+        return update_kernels(self._tensors)
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether parameters, gradients and states are in fp32."""
+        return all(tensor.dtype == torch.float32 for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        states = (tensor for state in self.states for tensor in state.tensors.values())
+        return [*self.parameters, *self.gradients, *states]
+
+    @property
     def scale(self) -> Tensor | None:
         """The divisor as torch's fused updates take it; None: 1. torch's GradScaler passes its loss scale so."""
         return torch.tensor(self.divisor) if self.divisor != 1 else None
@@ -66,8 +85,7 @@ def apply_in_fp32(apply: Callable[[Update], None], update: Update) -> None:
     Tensors in bf16 are copied to fp32 in pieces, so that the copies stay small, and rounded back after each piece.
     Every piece starts from the number of updates before this one.
     """
-    tensors = (*update.parameters, *update.gradients, *(one for s in update.states for one in s.tensors.values()))
-    if all(tensor.dtype == torch.float32 for tensor in tensors):
+    if update.is_fp32:
         apply(update)
         return
     for parameter, gradient, state in zip(update.parameters, update.gradients, update.states, strict=True):
@@ -110,7 +128,21 @@ class AdamW:
 
     def apply(self, update: Update) -> None:
         """Update parameters and moments, and count the update."""
-        apply_in_fp32(self._update, update)
+        if update.is_fp32 or (kernels := update.kernels) is None:
+            apply_in_fp32(self._update, update)
+            return
+        kernels.adamw(
+            update.shards(),
+            update.gradient_shards(),
+            update.shards("exp_avg"),
+            update.shards("exp_avg_sq"),
+            [state.updates for state in update.states],
+            update.learning_rate,
+            *self._betas,
+            self._epsilon,
+            update.weight_decay,
+            update.divisor,
+        )
 
     def _update(self, update: Update) -> None:
         """Call the fused kernel."""
@@ -171,7 +203,7 @@ class SGD:
 
 
 class Lion:
-    """Lion, one parameter after the other: its temporaries are as large as one shard."""
+    """Lion; without kernels one parameter after the other: its temporaries are as large as one shard."""
 
     state_names = ("exp_avg",)
 
@@ -180,7 +212,20 @@ class Lion:
 
     def apply(self, update: Update) -> None:
         """Update parameters and moments."""
-        apply_in_fp32(self._update, update)
+        kernels = update.kernels
+        if kernels is None:
+            apply_in_fp32(self._update, update)
+            return
+        kernels.lion(
+            update.shards(),
+            update.gradient_shards(),
+            update.shards("exp_avg"),
+            update.learning_rate,
+            self._beta1,
+            self._beta2,
+            update.weight_decay,
+            update.divisor,
+        )
 
     def _update(self, update: Update) -> None:
         parameters = update.shards()

@@ -18,7 +18,7 @@ from megalaunch.engine.autograd import apply_function, apply_tuple_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import set_default_reduce_scatter
-from megalaunch.kernels import float8_cast, linear_loss, permute
+from megalaunch.kernels import float8_cast, fused_update, linear_loss, permute
 from megalaunch.kernels.forms import BlockKernel, KernelForms
 from megalaunch.kernels.geglu import geglu_fused
 from megalaunch.kernels.rms_norm import rms_norm_fused
@@ -180,9 +180,16 @@ GPU_KERNELS = replace(
     row_kernels=permute.triton_kernels(),
     cast_kernels=float8_cast.triton_kernels(),
     loss_kernels=linear_loss.triton_kernels(),
+    update_kernels=fused_update.triton_kernels(),
 )
 """The operators of a simulated GPU."""
 KERNELS_WITHOUT_TRITON = replace(
-    GPU_KERNELS, rms_norm=_rms_norm, swiglu=None, geglu=None, cast_kernels=None, loss_kernels=None
+    GPU_KERNELS,
+    rms_norm=_rms_norm,
+    swiglu=None,
+    geglu=None,
+    cast_kernels=None,
+    loss_kernels=None,
+    update_kernels=None,
 )
 """The operators of a simulated accelerator for which the engine has no Triton kernels."""

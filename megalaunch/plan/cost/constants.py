@@ -122,9 +122,6 @@ EP_EXPOSED = Constant("expert all-to-all exposed with overlap_moe_expert_paralle
 STEP_SYNCS = Constant(
     "all-reduces of a few numbers over all ranks in a step", 2.0, "engine/train/rank_sync.py: tokens; loss and norm"
 )
-OPTIMIZER_TRAFFIC = Constant(
-    "bytes moved per parameter by AdamW", 38.0, "fp32 gradient, main params and moments, bf16 copy"
-)
 DISPATCH_TRAFFIC = Constant("passes over a dispatched token: permute, unpermute, weight", 6.0, "assumed")
 
 CONSTANTS: tuple[Constant, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Constant))

@@ -22,6 +22,7 @@ from megalaunch.plan.cost.communication import (
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
 from megalaunch.plan.cost.muon import muon_seconds
 from megalaunch.plan.cost.stacks import Stack, engine_stack
+from megalaunch.plan.cost.update import update_traffic
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
@@ -401,7 +402,7 @@ def _optimizer(spec: RunSpec, topology: Topology, params: DeviceParams, device: 
     owned, fraction = DataShards.from_topology(topology).of(params), spec.optimizer.optimizer_offload_fraction
     to_host = 2 * main_param_bytes(spec) * owned * fraction / device.host
     on_host = owned * fraction * topology.devices_per_node / c.HOST_UPDATE.value
-    on_device = owned * (1 - fraction) * c.OPTIMIZER_TRAFFIC.value / device.memory
+    on_device = owned * (1 - fraction) * update_traffic(spec) / device.memory
     return max(on_device, on_host, to_host)
 
 

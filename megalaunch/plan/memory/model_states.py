@@ -88,7 +88,7 @@ def model_states(
             states = _single_rank(spec, params, topology, optimizer, in_flight)
         else:
             states = _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
-        update = _update(spec, params, sharded_params, shards)
+        update = None if _updates_at_once(spec, profile) else _update(spec, params, sharded_params, shards)
         if update is not None:  # a search asks for 50,000 states, and replacing nothing is a quarter of their time
             states = replace(states, update=update)
         copies = _weight_copies(spec, params, profile)
@@ -228,6 +228,11 @@ def _fsdp(
         microbatch_end=microbatch_end,
         step_end=_fsdp_step_end(topology, params, per_param, sharded_params, shards, full_grads, separate_buffers),
     )
+
+
+def _updates_at_once(spec: RunSpec, profile: MemoryProfile) -> bool:
+    """Return whether kernels update weights and states in half formats without copies (kernels/fused_update.py)."""
+    return profile.fused_update and spec.optimizer.name != "sgd"
 
 
 def _update(spec: RunSpec, params: DeviceParams, sharded_params: float, shards: int) -> MemoryPhase | None:

@@ -42,6 +42,7 @@ class MemoryProfile:
         separate_reduce_scatter_buffers: a reduce-scatter has separate buffers for received and sent shards.
         loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
         fused_loss: kernels write the gradient of logits over them, in the compute dtype, without a copy in fp32.
+        fused_update: kernels update weights and moments in half formats by AdamW and Lion without copies in fp32.
         deferred_head_microbatches: microbatches whose gradients of logits are saved to defer the head's gradient.
         dense_mask_tokens: attention over whole samples of up to so many tokens, with documents or a window, saves a
             mask in the dtype of queries; in longer samples blocks need none.
@@ -74,6 +75,7 @@ class MemoryProfile:
     separate_reduce_scatter_buffers: bool = False
     loss_in_place: bool = False
     fused_loss: bool = False
+    fused_update: bool = False
     deferred_head_microbatches: int = 0
     pending_logit_bytes: float | None = None
     dense_mask_tokens: int = 0
@@ -96,6 +98,7 @@ ENGINE = MemoryProfile(
     logit_bytes=12.0,
     pending_logit_bytes=4.0,
     fused_loss=True,
+    fused_update=True,
     dense_mask_tokens=DENSE_MASK_TOKENS,
     repeats_masked_kv=True,
     expands_grouped_gradients=True,
@@ -112,6 +115,7 @@ ENGINE_WITHOUT_TRITON = replace(
     ENGINE,
     name="engine without Triton",
     fused_loss=False,
+    fused_update=False,
     activation_inputs=3,
     plain_activation_inputs=(("quick_geglu", 4), ("quick_gelu", 2)),
 )

@@ -207,7 +207,10 @@ CASES = [
     Case("zero1", 4, (16, 1, 64), MICROBATCH_END, ("precision.grad_dtype=bf16",)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS, "precision.grad_dtype=bf16")),
     Case("pp3", 3, (6, 1, 128), MICROBATCH_END, ("precision.grad_dtype=bf16",)),
-    Case("dp", 1, (1, 1, 256), UPDATE, (MAIN_IN_BF16, "precision.grad_dtype=bf16")),
+    Case("dp", 1, (1, 1, 256), STEP_END, (MAIN_IN_BF16, "precision.grad_dtype=bf16")),  # kernels need no copies
+    Case("dp", 1, (1, 1, 256), STEP_END, (MAIN_IN_BF16, "precision.grad_dtype=bf16", "optimizer=lion")),
+    Case("dp", 1, (1, 1, 256), UPDATE, (MAIN_IN_BF16, "precision.grad_dtype=bf16", "optimizer=sgd")),
+    Case("dp", 1, (1, 1, 256), UPDATE, (MAIN_IN_BF16, "precision.grad_dtype=bf16"), platform="mtt_s4000"),
     Case("dp", 1, (1, 1, 256), STEP_END, (MAIN_IN_BF16, "optimizer=muon")),
     Case("dp", 1, (8, 4, 2048), LOSS, (MAIN_IN_BF16,)),
     Case("zero0", 4, (8, 1, 64), STEP_END, (MAIN_IN_BF16,)),
