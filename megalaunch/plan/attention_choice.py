@@ -187,7 +187,22 @@ def _torch_kernels(spec: RunSpec) -> str:
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None and not has_kernels_for(BACKENDS["flash"], chip):
         return f"memory-efficient; flash and cuDNN need compute capability {AMPERE}"
+    if prefers_cudnn(spec):
+        return "cuDNN, which torch prefers on this chip from version 9.15.1 on, else flash"
     return "flash, cuDNN or memory-efficient, in torch's order of preference"
+
+
+def prefers_cudnn(spec: RunSpec) -> bool:
+    """Return whether torch's operator takes cuDNN first for causal attention: on compute capability 9 and 10.
+
+    As torch's check_prefer_cudnn_attention does, which asks for cuDNN 9.15.1 besides: older ones compute some lengths
+    wrongly. cuDNN has no deterministic backward pass.
+    """
+    chip, dtype = CHIPS.get(spec.platform.chip), spec.precision.compute_dtype
+    if chip is None or chip.capability is None or dtype == "fp32" or spec.train.deterministic:
+        return False
+    width, (_, widest) = head_size(spec.model), BACKENDS["cudnn"].head_sizes
+    return 9 <= chip.capability < 11 and width <= (widest or width) and width % 8 == 0
 
 
 _KERNELS: Mapping[AutoKernel, str] = MappingProxyType(

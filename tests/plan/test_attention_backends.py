@@ -8,10 +8,16 @@ import pytest
 from made_specs import LAPTOP, resolved
 
 from megalaunch.plan.attention_backends import serving_backends
-from megalaunch.plan.attention_choice import describe_auto, describe_backend, taken_backend, taken_backends
+from megalaunch.plan.attention_choice import (
+    describe_auto,
+    describe_backend,
+    prefers_cudnn,
+    taken_backend,
+    taken_backends,
+)
 from megalaunch.plan.check import check
 from megalaunch.plan.cost.attention import AttentionRates, AttentionShape, attention_kernel, attention_seconds
-from megalaunch.plan.cost.constants import ATTENTION_TILE, BLOCK_LAUNCHES, FLEX_RATE, HOST_LAUNCH
+from megalaunch.plan.cost.constants import ATTENTION_TILE, BLOCK_LAUNCHES, FLASH_RATE, FLEX_RATE, HOST_LAUNCH
 from megalaunch.plan.cost.stacks import engine_stack
 from megalaunch.plan.cost.step import step_time
 from megalaunch.plan.layers import Layer, list_layers
@@ -111,7 +117,8 @@ def test_a_fix_names_no_other_package(backend):
     ("overrides", "said"),
     [
         (TINY, "the faster on a CPU"),
-        (H100, "torch's operator: flash, cuDNN or memory-efficient"),
+        (H100, "torch's operator: cuDNN, which torch prefers on this chip from version 9.15.1 on, else flash"),
+        ((*H100, "train.deterministic=true"), "torch's operator: flash, cuDNN or memory-efficient, in torch's order"),
         ((*V100, WINDOW), "torch's operator with a dense mask: samples have at most 2,048 tokens"),
         ((*V100, *LONG, WINDOW), "blocks with scores in fp32: documents or windows in samples above 2,048 tokens"),
         ((*MI300X, *LONG, WINDOW), "blocks of flash attention: documents or windows in samples above 2,048 tokens"),
@@ -235,13 +242,36 @@ def test_a_run_reports_the_kernels_of_both_kinds_of_layers():
     mixed = resolved(*H100, *LONG, WINDOW, "model.sliding_window_pattern=2")[0]
     call = "torch's flash attention of windows and packed documents in one call"
     windows = f"{call}: computes no pairs outside of the window"
-    full = "torch's operator: flash, cuDNN or memory-efficient, in torch's order of preference"
+    full = "torch's operator: cuDNN, which torch prefers on this chip from version 9.15.1 on, else flash"
     assert describe_backend(mixed) == f"{windows}; in layers without a window {full}"
     assert describe_backend(with_values(mixed, {"model.sliding_window": None})) == full
     assert describe_backend(with_values(mixed, {"model.sliding_window_pattern": None})) == windows
     flash = with_values(mixed, {"model.attention_backend": "flash"})
     meaning = "torch's flash attention, by blocks of the mask"
     assert describe_backend(flash) == f"{meaning}, {call}: chosen by model.attention_backend"
+
+
+PREFERRED = [
+    ({}, True),
+    ({"platform.chip": "b200"}, True),
+    ({"platform.chip": "a100"}, False),
+    ({"platform.chip": "mi300x"}, False),
+    ({"train.deterministic": True}, False),
+    ({"precision.compute_dtype": "fp32"}, False),
+    ({"model.head_dim": 256}, False),
+    ({"model.head_dim": 12}, False),
+]
+
+
+@pytest.mark.parametrize(("values", "preferred"), PREFERRED)
+def test_causal_attention_is_planned_at_the_rate_of_cudnn_where_torch_prefers_it(values, preferred):
+    """torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention."""
+    spec = with_values(resolved(*H100, *LONG)[0], values)
+    assert prefers_cudnn(spec) == preferred
+    assert attention_kernel(spec, engine_stack(spec), None).rate == (1.0 if preferred else FLASH_RATE.value)
+    for other, window in (({"model.attention_backend": "flash"}, None), ({"model.sliding_window": 8}, 8)):
+        changed = with_values(spec, other)
+        assert attention_kernel(changed, engine_stack(changed), window).rate in (FLASH_RATE.value, None)
 
 
 def test_a_window_costs_what_the_kernel_multiplies():
@@ -287,7 +317,7 @@ def test_scores_of_sinks_cost_time_in_short_samples_only():
     spec, _ = resolved(*H100, *LONG, SINKS)
     plain = with_values(spec, {"model.attention_sinks": False})
     blocks, fused = (attention_kernel(one, engine_stack(one), None) for one in (spec, plain))
-    assert (blocks.rate, blocks.block) == (fused.rate, fused.block)
+    assert (blocks.rate, blocks.block) == (FLASH_RATE.value, fused.block)
     assert (blocks.merges, fused.merges) == (1, 0)  # of the one block with the sinks
     short = attention_kernel(with_values(spec, {"batch.sequence_length": 2048}), engine_stack(spec), None)
     assert (short.rate, short.fp32, short.all_pairs) == (None, True, True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS, has_library_ring
-from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, choose_kernel, taken_backend
+from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, choose_kernel, prefers_cudnn, taken_backend
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.stacks import Stack
 from megalaunch.plan.layers import Layer
@@ -103,7 +103,8 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
             return fused
         # The queries of a tile see a causal and an anti-causal block.
         return replace(fused, block=window, merges=merges + 2)
-    return replace(fused, all_pairs=choice == "dense_mask")
+    preferred = choice == "torch" and prefers_cudnn(spec)
+    return replace(fused, rate=1.0 if preferred else fused.rate, all_pairs=choice == "dense_mask")
 
 
 def _block_launches(spec: RunSpec, window: int | None, kernel: str) -> float:
