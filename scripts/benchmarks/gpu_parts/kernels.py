@@ -23,7 +23,7 @@ from megalaunch.engine.model.attention.core import whole_sample_attention
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
 from megalaunch.engine.model.tp_region import NO_TP
-from megalaunch.engine.optimizer.update_rules import AdamW, ParameterState, Update
+from megalaunch.engine.optimizer.update_rules import AdamW, Lion, ParameterState, Update
 from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.kernels.add_norm import add_norm, add_norm_reference
 from megalaunch.kernels.causal_attention import causal_sdpa
@@ -325,6 +325,25 @@ def _adamw_bf16(at: Inputs) -> Kernel:
     return Kernel((), forms, bytes=20 * s.tensor * s.tensors, backward=False)
 
 
+def _lion(at: Inputs) -> Kernel:
+    """Lion parameter by parameter, and on a GPU by our kernel."""
+    s, rule = at.sizes, Lion(OptimizerSpec())
+    parameters = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
+    gradients = [torch.randn_like(one) for one in parameters]
+    states = [ParameterState({"exp_avg": torch.zeros_like(one)}, one.new_zeros(())) for one in parameters]
+    update = Update(parameters, gradients, states, learning_rate=1e-4, weight_decay=0.1, divisor=1.0)
+
+    def by(apply: Callable[[Update], None]) -> Form:
+        def call() -> list[Tensor]:
+            apply(update)
+            return []
+
+        return call
+
+    forms = {"reference": by(rule._update), "ours": by(rule.apply)}
+    return Kernel((), forms, bytes=20 * s.tensor * s.tensors, backward=False)
+
+
 def _grad_norm(at: Inputs) -> Kernel:
     s = at.sizes
     gradients = [at.randn(s.tensor, dtype=torch.float32).detach() for _ in range(s.tensors)]
@@ -357,6 +376,7 @@ KERNELS: dict[str, Callable[[Inputs], Kernel]] = {
     "GEGLU, exact": _geglu("geglu"),
     "GEGLU, quick": _geglu("quick_geglu"),
     "AdamW, bf16 states": _adamw_bf16,
+    "Lion": _lion,
     "attention, soft cap": _capped_attention,
     **FLOAT8_KERNELS,
 }

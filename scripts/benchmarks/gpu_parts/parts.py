@@ -70,6 +70,7 @@ _KERNELS = _cases(
     "GEGLU, exact",
     "GEGLU, quick",
     "AdamW, bf16 states",
+    "Lion",
     "attention, soft cap",
     "fp8 linear, tensorwise",
     "fp8 linear, rowwise",
