@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from live_bytes import LiveBytes
 
 from megalaunch.kernels.float8_cast import (
     E4M3,
@@ -168,3 +169,17 @@ def test_exponents_of_mxfp8_reach_its_ends_and_keep_nan(monkeypatch):
     assert exponents[:2].tolist() == [2.0**-126, 2.0**120]
     assert exponents[2].isnan()
     assert matrix.values[2].float().isnan()[0]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_one_copy_in_fp32_at_a_time(block):
+    """Of a cast, of a matrix or its transpose, and of the way back; and casts leave what they cast as it was."""
+    x = random(256, 256)
+    scales = scale_from_amax(block_amax(x.t(), block), E4M3)
+    with LiveBytes() as casting:
+        matrix = Float8Matrix.quantize(x.t(), scales, block, E4M3)
+    with LiveBytes() as dequantizing:
+        matrix.dequantize()
+    assert casting.peak < 1.6 * 4 * x.numel()
+    assert dequantizing.peak < 1.1 * 4 * x.numel()
+    assert torch.equal(x, random(256, 256))
