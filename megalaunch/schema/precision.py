@@ -67,6 +67,11 @@ class PrecisionSpec:
     loss_scale: LossScaleSpec = field(default_factory=LossScaleSpec)
 
     @property
+    def emulates_fp8(self) -> bool:
+        """Whether fp8 matmuls multiply dequantized values in fp32."""
+        return self.compute_dtype == "fp8" and self.emulate
+
+    @property
     def uses_transformer_engine(self) -> bool:
         """Whether Transformer Engine computes the linear layers."""
         return self.compute_dtype == "fp8" and self.fp8.implementation == "transformer_engine"

@@ -54,6 +54,9 @@ class LayerDims:
         activation_bytes: bytes of an activation.
         matmul_input_bytes: bytes of a matmul's saved input, 1 for fp8.
         fp32_matmuls: matmuls convert their 16-bit operands to fp32.
+        emulates_fp8: fp8 matmuls are emulated (plan/memory/emulated_matmuls.py).
+        fp8_wgrad: those of weights' gradients too.
+        microbatch_tokens: tokens of the rank's microbatch.
         input_copies: how often an input that projections share is saved.
         residual_bytes: bytes of the residual stream.
         attention_output_copies: saved copies of attention's output; those of split documents, and of a rank's two
@@ -64,6 +67,7 @@ class LayerDims:
         input_gradient_buffers: tensors as large as the whole input that are allocated at once in their backward.
         activation_gradients: gradients of inner values allocated at once in its backward.
         expert_rows: rows per token that the rank's experts compute.
+        local_experts: experts of the rank.
         summed_rows: rows per token whose outputs the rank sums up.
         qk_norm_rows: rows of queries and keys that QK norm normalises per token: heads, or all of them together (2).
         router_bytes: bytes of the router's dtype.
@@ -78,12 +82,16 @@ class LayerDims:
         attention_buffer_bytes: bytes that attention's backward allocates without a fused kernel for all of its pairs:
             of scores, or of blocks.
         saved_weight_keys: keys per query and head whose attention weights are saved on a CPU.
+        tensor_parallel: several ranks shard the projections.
         sequence_shards: tensor-parallel ranks that shard the sequence.
     """
 
     activation_bytes: float
     matmul_input_bytes: float
     fp32_matmuls: bool
+    emulates_fp8: bool
+    fp8_wgrad: bool
+    microbatch_tokens: float
     input_copies: InputCopies
     residual_bytes: float
     hidden_size: int
@@ -102,6 +110,7 @@ class LayerDims:
     input_gradient_buffers: int
     activation_gradients: int
     expert_rows: float
+    local_experts: float
     summed_rows: float
     num_experts: int
     top_k: int
@@ -125,6 +134,7 @@ class LayerDims:
     mask_keys: float
     attention_buffer_bytes: float
     saved_weight_keys: float
+    tensor_parallel: bool
     sequence_shards: int
 
     @property
@@ -146,6 +156,8 @@ class DtypesAndGroups:
     ep: int
     sequence_parallel: bool
     compute_dtype: str
+    emulates_fp8: bool
+    fp8_wgrad: bool
     residual_dtype: str
     recompute_modules: tuple[RecomputeModule, ...]
     sequence_length: int
@@ -164,15 +176,18 @@ class DtypesAndGroups:
         """Return those of a resolved spec."""
         p, recompute = spec.parallel, spec.recompute
         dynamic_cp = p.dynamic_context_parallel and p.cp > 1
-        counts_rows = dynamic_cp or spec.model.sliding_window is not None
+        precision = spec.precision
+        counts_rows = dynamic_cp or spec.model.sliding_window is not None or precision.emulates_fp8
         backends = taken_backends(spec)
         return cls(
             tp=p.tp,
             etp=p.etp or 1,
             ep=p.ep,
             sequence_parallel=bool(p.sequence_parallel),
-            compute_dtype=spec.precision.compute_dtype,
-            residual_dtype=spec.precision.residual_dtype,
+            compute_dtype=precision.compute_dtype,
+            emulates_fp8=precision.emulates_fp8,
+            fp8_wgrad=precision.fp8.wgrad,
+            residual_dtype=precision.residual_dtype,
             recompute_modules=recompute.modules if recompute.granularity == "selective" else (),
             sequence_length=spec.batch.sequence_length,
             micro_batch_size=(spec.batch.micro_batch_size or 1) if counts_rows else 1,
@@ -212,7 +227,10 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     return LayerDims(
         activation_bytes=activation_bytes,
         matmul_input_bytes=1 if fp8 else activation_bytes,
-        fp32_matmuls=profile.fp32_matmuls and dtypes.compute_dtype in ("bf16", "fp16"),
+        fp32_matmuls=profile.fp32_matmuls and (dtypes.compute_dtype in ("bf16", "fp16") or kind.bf16),
+        emulates_fp8=dtypes.emulates_fp8 and not kind.bf16,
+        fp8_wgrad=dtypes.fp8_wgrad,
+        microbatch_tokens=dtypes.micro_batch_size * dtypes.sequence_length / dtypes.cp,
         input_copies=InputCopies.of(model, dtypes) if fp8 and profile.input_copies else InputCopies(),
         residual_bytes=4 if dtypes.residual_dtype == "fp32" else activation_bytes,
         hidden_size=model.hidden_size,
@@ -231,6 +249,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         input_gradient_buffers=_input_gradient_buffers(dtypes, profile),
         activation_gradients=profile.activation_gradients if model.activation in GATED else 1,
         expert_rows=rows.arriving,
+        local_experts=(moe.num_experts or 0) / dtypes.ep,
         summed_rows=rows.sent if dtypes.rows_are_sent else rows.arriving,
         num_experts=moe.num_experts or 0,
         top_k=moe.top_k,
@@ -254,6 +273,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         mask_keys=_mask_keys(model, kind, dtypes, profile),
         attention_buffer_bytes=_attention_buffer_bytes(model, dtypes, profile, local_heads, query, key + value),
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
+        tensor_parallel=tp > 1,
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
 

@@ -102,6 +102,8 @@ class _SavedActivations:
         p2p_gradients: gradients sent to and received from other stages meanwhile.
         in_flight: microbatches in flight of each chunk.
         head_microbatches: microbatches in flight of the chunk with the head.
+        freed_head: of `all`, those of the last norm and the head, freed before the backward of layers. Counted only if
+            fp8 is emulated: the other peaks of a layer leave gradients of the residual stream out, of the same size.
     """
 
     all: float
@@ -112,6 +114,7 @@ class _SavedActivations:
     freed: float
     in_flight: tuple[int, ...]
     head_microbatches: int
+    freed_head: float = 0.0
     p2p_gradients: float = 0.0
 
     @property
@@ -169,7 +172,8 @@ def _peak_candidates(
             yield at(LATER_LOSS, states.later_loss, saved.all, logits, loss.buffers, gradients)
     temporary, in_layer = tokens * (saved.gradients + saved.freed), saved.recomputed - saved.freed
     waiting = losses * loss.pending_logits if splits_backward(spec.parallel) else kept  # for the head's gradient
-    yield at(LAYER, states.layer, saved.all + in_layer, waiting, temporary + tokens * saved.p2p_gradients)
+    after_head = saved.all - saved.freed_head
+    yield at(LAYER, states.layer, after_head + in_layer, waiting, temporary + tokens * saved.p2p_gradients)
     if states.grad_reduce:
         yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
     yield from _later_candidates(at, states, saved, in_layer, temporary, kept)
@@ -195,7 +199,8 @@ def _later_candidates(
     """
     others = saved.all * (1 - 1 / saved.num_microbatches)  # the activations of other microbatches
     if states.next_layer is not None:
-        yield at(NEXT_LAYER, states.next_layer, saved.all - saved.layer + in_layer, kept, temporary)
+        after_first = saved.all - saved.freed_head - saved.layer
+        yield at(NEXT_LAYER, states.next_layer, after_first + in_layer, kept, temporary)
         unfinished = max(0.0, saved.all - 2 * saved.layer)
         yield at(GRAD_REDUCE, states.next_layer, unfinished, kept, states.layer_gradients)
     if states.last_layer is not None:
@@ -267,7 +272,9 @@ def _saved_activations(
             head_microbatches = max(1, count_in_flight)
     if splits_backward(spec.parallel):
         peak = _peak_with_waiting_passes(spec, topology, rank, total, by_chunk, peak)
-    return _SavedActivations(total, layer, last, *peak, microbatches, head_microbatches)
+    has_head = any(chunk.head for chunk in chunks)
+    frees_head = spec.precision.emulates_fp8 and has_head and not splits_backward(spec.parallel)
+    return _SavedActivations(total, layer, last, *peak, microbatches, head_microbatches, head * frees_head)
 
 
 def _peak_with_waiting_passes(

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory.emulated_matmuls import emulated_peaks
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups, LayerDims, layer_dims
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.schema.model import ModelSpec
@@ -345,12 +346,15 @@ def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, f
         outputs = d.ffn_width
         freed = values * d.ffn_width
     stream = d.hidden_size / d.sequence_shards + d.hidden_size
-    saved_and_freed = max(0.0, d.activation_bytes * (d.hidden_size / d.sequence_shards + freed) - ffn)
+    block_input = d.activation_bytes * d.hidden_size / d.sequence_shards
+    saved_and_freed = max(0.0, block_input + d.activation_bytes * freed - ffn)
     grown = d.attention_buffer_bytes - saved_and_freed
     in_activation = (ffn, d.activation_bytes * (stream + inner), d.matmul_input_bytes * outputs)
     in_down = (ffn, d.activation_bytes * stream + _down_conversions(d), 0.0)
     in_attention = (attention + min(0.0, grown), max(0.0, grown), 0.0)
-    moments = [in_activation, in_down, in_attention]
+    norms = block_input + d.second_norm_input_bytes / d.sequence_shards
+    emulated = emulated_peaks(d, attention, ffn, norms, d.activation_bytes * freed)
+    moments = [in_activation, in_down, in_attention, *emulated]
     if not d.experts:
         moments.append((ffn, _input_projection_bytes(d) - d.activation_bytes * freed, d.activation_bytes * freed))
     return max(moments, key=lambda peak: peak[0] + peak[1])

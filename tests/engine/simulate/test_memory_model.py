@@ -61,6 +61,7 @@ ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
 ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
 NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the projections of the block's input
 WINDOW = "model.sliding_window=512"
+EMULATE = "precision.emulate=true"
 PACKED = "data.reset_attention_mask=true"
 MIXED = (WINDOW, "model.sliding_window_pattern=2")
 SOFT_CAP = "model.attn_logit_softcapping=30"
@@ -346,7 +347,38 @@ def _predicted(case: Case) -> Memory:
 ONE_EACH = {(case.platform, case.moment, MATH in case.overrides): case for case in CASES if case.shape != EXPERTS}
 BLOCKWISE = Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_blockwise")
 SGD = Case("dp", 1, (2, 1, 256), GRAD_REDUCE, ("optimizer=sgd",))
+EMULATED = Case("dp", 1, (4, 4, 1024), LAYER, (FEW_WORDS, EMULATE), precision="fp8")
+
+
+def _emulated(layout: str, ranks: int, batch: tuple[int, int, int], *overrides: str, **settings: str) -> Case:
+    """A case of fp8 matmuls in fp32, of one scale for a tensor unless `settings` name another precision."""
+    return Case(layout, ranks, batch, LAYER, (FEW_WORDS, EMULATE, *overrides), **{"precision": "fp8", **settings})
+
+
 CASES += [
+    Case("dp", 1, (4, 4, 1024), LAYER, (FEW_WORDS,), precision="fp8"),
+    EMULATED,
+    _emulated("dp", 1, (4, 4, 1024), platform="a100_80gb", precision="mxfp8"),
+    _emulated("dp", 1, (4, 4, 1024), precision="fp8_rowwise"),
+    _emulated("dp", 1, (4, 4, 1024), platform="cpu", precision="fp8_blockwise"),
+    _emulated("dp", 1, (4, 4, 1024), platform="cpu", precision="fp8_delayed"),
+    _emulated("dp", 1, (8, 4, 2048), "precision.fp8.wgrad=false"),
+    _emulated("dp", 1, (8, 4, 1024), "precision.fp8.first_layers_bf16=1", platform="cpu"),
+    _emulated("dp", 1, (8, 4, 2048), SELECTIVE, "recompute.modules=[norm,mlp]"),
+    Case("dp", 1, (8, 4, 2048), NEXT_LAYER, (FEW_WORDS, EMULATE, "recompute=full"), precision="fp8"),
+    Case("dp", 1, (4, 1, 512), NEXT_LAYER, (FEW_WORDS, EMULATE), precision="fp8"),  # weights in fp32
+    _emulated("tp2", 2, (8, 4, 1024)),
+    _emulated("tp4", 4, (8, 4, 2048), "model.ffn_hidden_size=1024"),  # at the projections of the block's input
+    _emulated("tp4sp", 4, (8, 4, 2048), "model.ffn_hidden_size=1024", precision="mxfp8"),
+    _emulated("pp3", 3, (6, 1, 2048), precision="fp8_delayed"),
+    _emulated("tp2pp2sp", 4, (8, 4, 512), "model.num_layers=4", platform="cpu"),
+    _emulated("zero3", 8, (32, 2, 1024)),
+    _emulated("dp", 1, (8, 4, 1024), shape=DROPPING),
+    _emulated("dp", 1, (8, 4, 1024), shape=LATENT),
+    _with_experts("ep4", EMULATE, precision="fp8"),
+    _with_experts("ep4", EMULATE, f"{IMBALANCE}=2", precision="fp8_blockwise"),
+    _with_experts("ep2etp2", EMULATE, precision="fp8_delayed"),
+    _with_experts("ep4", EMULATE, "model.moe.ffn_hidden_size=512", "model.moe.num_experts=16", precision="mxfp8"),
     Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_delayed"),
     Case("dp", 1, (4, 2, 1024), LAYER, (FEW_WORDS,), precision="fp8_rowwise"),
     BLOCKWISE,
@@ -371,7 +403,7 @@ def _traits(case: Case) -> set[object]:
 
 # One of each moment on GPUs, one on processors, and one of experts.
 MOMENTS = {case.moment: case for case in ONE_EACH.values() if case.platform == "h100" and MATH not in case.overrides}
-QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST]
+QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST, EMULATED]
 DAILY = [*ONE_EACH.values(), BLOCKWISE]
 CASES_OF_ALL = slow_but(CASES, *QUICK, slow=DAILY, every=covering(CASES, _traits, besides=[*QUICK, *DAILY]))
 
