@@ -321,6 +321,16 @@ def test_casts_to_fp8_take_the_time_of_their_recipe(seventy):
     assert engine_stack(seventy) is ENGINE_EAGER
 
 
+def test_an_all_to_all_hides_behind_no_more_than_the_compute():
+    """Of 235B parameters over 32 expert-parallel ranks; with a faster network the assumed share is exposed."""
+    spec, _ = resolved("recipe=qwen3_235b_a22b", "data.corpus=x", "parallel.overlap_moe_expert_parallel_comm=true")
+    time = step_time(spec, MEGATRON)
+    hidden = time.communication["ep"].hidden
+    assert hidden == pytest.approx(time.matmul + time.attention + time.memory + time.recompute, rel=0.01)
+    fast = step_time(_with(spec, cluster__node_bandwidth=400.0), MEGATRON).communication["ep"]
+    assert fast.exposed == pytest.approx(0.2 * (fast.exposed + fast.hidden))
+
+
 def test_depths_of_multi_token_prediction_are_no_last_layers():
     deep = resolved("recipe=deepseek_v3", "precision.compute_dtype=fp8", "precision.fp8.last_layers_bf16=1")[0]
     kinds = {kind for chunks in chunks_by_rank(deep) for chunk in chunks for kind, _ in chunk.kinds}

@@ -200,11 +200,14 @@ def context_parallel(
     return CommTime(exposed + ring - hidden, hidden)
 
 
-def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float) -> CommTime:
+def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, compute: float) -> CommTime:
     """Return the expert-parallel time of one MoE layer and microbatch.
 
     Tokens are dispatched and combined by all-to-all over ep in both passes, each with a collective over etp; or all
     tokens are gathered, and the sums of their outputs scattered.
+
+    Args:
+        compute: seconds of the layer's compute, with which that of another microbatch overlaps.
     """
     if topology.ep * topology.etp == 1:
         return CommTime()
@@ -214,7 +217,9 @@ def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, toke
     else:
         seconds = 4 * wires.all_to_all(volume / topology.etp, topology.ep, topology.etp)
         seconds += 4 * wires.ring(volume, topology.etp, 1)
-    exposed = seconds * (c.EP_EXPOSED.value if spec.parallel.overlap_moe_expert_parallel_comm else 1.0)
+    if not spec.parallel.overlap_moe_expert_parallel_comm:
+        return CommTime(seconds)
+    exposed = max(seconds * c.EP_EXPOSED.value, seconds - compute)
     return CommTime(exposed, seconds - exposed)
 
 

@@ -118,7 +118,11 @@ ATTENTION_PRODUCTS = Constant(
 BACKWARD_SHARE = Constant("fraction of a microbatch that overlaps gradient reductions", 2 / 3, "the backward pass")
 ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
 LAUNCH_OVERHEAD = Constant("launch overhead and idle time between kernels, of the compute time", 0.02, "assumed")
-EP_EXPOSED = Constant("expert all-to-all exposed with overlap_moe_expert_parallel_comm", 0.2, "assumed")
+EP_EXPOSED = Constant(
+    "expert all-to-all exposed with overlap_moe_expert_parallel_comm, at least",
+    0.2,
+    "assumed; hides behind compute only",
+)
 STEP_SYNCS = Constant(
     "all-reduces of a few numbers over all ranks in a step", 2.0, "engine/train/rank_sync.py: tokens; loss and norm"
 )

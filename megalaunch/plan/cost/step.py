@@ -296,7 +296,7 @@ def _kind_times(
             launches=stack.launches.value + kernels[kind.window].launches,
             tp=wire.tensor_parallel(spec, topology, wires, stack, shape.tokens, kind.experts),
             cp=wire.context_parallel(spec, topology, wires, stack, shape.tokens, time.attention),
-            ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else CommTime(),
+            ep=wire.expert_parallel(spec, topology, wires, shape.tokens, time.total) if kind.experts else CommTime(),
         )
     return found
 
