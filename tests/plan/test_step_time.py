@@ -321,6 +321,41 @@ def test_casts_to_fp8_take_the_time_of_their_recipe(seventy):
     assert engine_stack(seventy) is ENGINE_EAGER
 
 
+@pytest.mark.parametrize(("chip", "slower", "slower_in_tf32"), [("h100", 989 / 67, 2), ("a100_80gb", 16, 2)])
+def test_emulated_fp8_multiplies_in_fp32(seventy, chip, slower, slower_in_tf32):
+    """Fp32 units multiply what was cast to fp8 and back; weight gradients in 16 bits, a third, are not emulated."""
+    bf16 = step_time(_with(seventy, platform__chip=chip))
+    settings = {"platform__chip": chip, "precision__compute_dtype": "fp8", "precision__emulate": True}
+    emulated = step_time(_with(seventy, **settings))
+    assert emulated.matmul == pytest.approx(slower * bf16.matmul)
+    assert (emulated.attention, emulated.head) == pytest.approx((bf16.attention, bf16.head))
+    tf32 = step_time(_with(seventy, **settings, precision__tf32=True))
+    assert tf32.matmul == pytest.approx(slower_in_tf32 * bf16.matmul)
+    half = step_time(_with(seventy, **settings, precision__fp8__wgrad=False))
+    assert half.matmul == pytest.approx((2 * slower + 1) / 3 * bf16.matmul)
+    assert half.memory < emulated.memory
+
+
+def test_emulated_fp8_moves_operands_in_fp32(seventy):
+    """Of each product two operands, 13 bytes a value operator by operator or 5 compiled, and the result, 6."""
+
+    def traffic(**changes):
+        stack = engine_stack(_with(seventy, precision__compute_dtype="fp8", **changes))
+        return stack.cast_traffic.value, stack.weight_cast_traffic.value
+
+    assert traffic(precision__emulate=True) == (8 + 32, 10 + 32)
+    assert traffic(precision__emulate=True, train__compile=True) == (10 + 16, 10 + 16)
+    assert traffic(precision__emulate=True, precision__fp8__wgrad=False) == (5 + 19, 10 + 26)
+    assert traffic(precision__emulate=True, platform__chip="a100_80gb") == (50.5 + 32, 66 + 32)  # no Triton casts
+    assert traffic(platform__chip="mi300x") == (50.5, 66)
+    emulated = _with(seventy, precision__compute_dtype="fp8", precision__emulate=True)
+    assert step_time(emulated).memory > step_time(_with(emulated, precision__emulate=False)).memory
+    kernels = dict(describe_kernels(emulated, engine_stack(emulated)))
+    assert kernels["matmuls"] == "fp8 emulated in fp32, no tensor cores"
+    on_a100 = _with(emulated, platform__chip="a100_80gb")
+    assert "operator by operator" in dict(describe_kernels(on_a100, engine_stack(on_a100)))["casts to fp8"]
+
+
 def test_an_all_to_all_hides_behind_no_more_than_the_compute():
     """Of 235B parameters over 32 expert-parallel ranks; with a faster network the assumed share is exposed."""
     spec, _ = resolved("recipe=qwen3_235b_a22b", "data.corpus=x", "parallel.overlap_moe_expert_parallel_comm=true")

@@ -247,6 +247,8 @@ ENGINE_COMPILED = replace(
 )
 
 
+_PLAIN_CASTS = Constant(_CAST, 50.5, "nine operators: inputs twice, gradients once (kernels/float8_cast.py)")
+_PLAIN_WEIGHT_CASTS = Constant(_WEIGHT_CAST, 66.0, "nine operators, twice (kernels/float8_cast.py)")
 ENGINE_WITHOUT_TRITON = replace(
     ENGINE_EAGER,
     meaning="torch's kernels, one an operator; FSDP2",
@@ -255,14 +257,43 @@ ENGINE_WITHOUT_TRITON = replace(
     rotary_traffic=Constant(_ROTARY, 10.0, "five passes each way (engine/model/rope.py)"),
     swiglu_traffic=PYTORCH_EAGER.swiglu_traffic,
     gated_traffic=PYTORCH_EAGER.gated_traffic,
-    cast_traffic=Constant(_CAST, 50.5, "nine operators: inputs twice, gradients once (kernels/float8_cast.py)"),
-    weight_cast_traffic=Constant(_WEIGHT_CAST, 66.0, "nine operators, twice (kernels/float8_cast.py)"),
+    cast_traffic=_PLAIN_CASTS,
+    weight_cast_traffic=_PLAIN_WEIGHT_CASTS,
 )
+_EAGER_WITH_PLAIN_CASTS = replace(ENGINE_EAGER, cast_traffic=_PLAIN_CASTS, weight_cast_traffic=_PLAIN_WEIGHT_CASTS)
+
+
+# An emulated product reads an operand in 8 bits, writes it in fp32, and multiplies it by its inverse scale in place
+# (1 + 4 + 8 bytes); a compiler joins both (5). Its result in fp32 is read, and written in 16 bits (6).
+_DEQUANTIZE, _DEQUANTIZE_COMPILED, _ROUND = 13.0, 5.0, 6.0
+
+
+@cache
+def _emulated(stack: Stack, wgrad: bool) -> Stack:
+    """Return the profile of a stack that emulates fp8: casts as before, and the traffic of fp32 products.
+
+    An input, a gradient of an output, and a weight are each an operand of two products, and the result of a third.
+    """
+    once = _DEQUANTIZE_COMPILED if stack is ENGINE_COMPILED else _DEQUANTIZE
+    values = (2 if wgrad else 1) * once + _ROUND
+    weights = 2 * once + (_ROUND if wgrad else 0.0)
+
+    def more(casts: Constant, added: float) -> Constant:
+        return replace(casts, value=casts.value + added, source=f"{casts.source}; to fp32 and back: {added:g}")
+
+    return replace(
+        stack,
+        meaning=f"{stack.meaning}; fp8 emulated in fp32",
+        cast_traffic=more(stack.cast_traffic, values),
+        weight_cast_traffic=more(stack.weight_cast_traffic, weights),
+    )
 
 
 def engine_stack(spec: RunSpec) -> Stack:
     """Return the profile of this engine for a run: its layers launched by operator, or replayed as CUDA graphs."""
     stack = _launched_stack(spec)
+    if spec.precision.emulates_fp8:
+        stack = _emulated(stack, spec.precision.fp8.wgrad)
     return _replayed(stack) if spec.train.cuda_graphs else stack
 
 
@@ -287,7 +318,15 @@ def _launched_stack(spec: RunSpec) -> Stack:
     chip, fp8 = CHIPS.get(spec.platform.chip), spec.precision.fp8
     if chip is not None and chip.device not in TRITON_DEVICES:
         return ENGINE_WITHOUT_TRITON
-    return _eager_in_fp8(fp8.recipe, fp8.wgrad) if spec.precision.compute_dtype == "fp8" else ENGINE_EAGER
+    if spec.precision.compute_dtype != "fp8":
+        return ENGINE_EAGER
+    return _eager_in_fp8(fp8.recipe, fp8.wgrad) if _casts_by_triton(spec) else _EAGER_WITH_PLAIN_CASTS
+
+
+def _casts_by_triton(spec: RunSpec) -> bool:
+    """Return whether Triton kernels cast: on NVIDIA GPUs with fp8 units (kernels/float8_cast.py)."""
+    chip = CHIPS.get(spec.platform.chip)
+    return chip is None or (chip.is_nvidia and "fp8" in chip.peak_flops)
 
 
 def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]:
@@ -301,10 +340,13 @@ def describe_kernels(spec: RunSpec, stack: Stack) -> tuple[tuple[str, str], ...]
             f"{'whole logits' if chunks == 1 else f'logits of one of {chunks} chunks'}, {_loss(stack)}",
         ),
     ]
+    units = "fp32 on TF32 tensor cores" if spec.precision.tf32 else "fp32, no tensor cores"
     if compute == "fp32":
-        rows.append(("matmuls", "fp32 on TF32 tensor cores" if spec.precision.tf32 else "fp32, no tensor cores"))
+        rows.append(("matmuls", units))
+    if spec.precision.emulates_fp8:
+        rows.append(("matmuls", f"fp8 emulated in {units}"))
     if compute == "fp8":
-        rows.append(("casts to fp8", _casts(spec, stack)))
+        rows.append(("casts to fp8", _casts(spec)))
     return tuple(rows)
 
 
@@ -312,9 +354,9 @@ def _loss(stack: Stack) -> str:
     return "in fp32" if stack.fused_logit_traffic is None else "by Triton"
 
 
-def _casts(spec: RunSpec, stack: Stack) -> str:
+def _casts(spec: RunSpec) -> str:
     if spec.precision.uses_transformer_engine:
         return "by Transformer Engine"
     if spec.train.compile:
         return "compiled"
-    return "operator by operator: much slower than compiled" if stack is ENGINE_WITHOUT_TRITON else "by Triton"
+    return "by Triton" if _casts_by_triton(spec) else "operator by operator: much slower than compiled"

@@ -234,18 +234,23 @@ def known_peak(spec: RunSpec, chip: ChipFacts | None) -> float:
     Raises:
         UnknownChipSpeed: the chip lacks a figure that the time of a step is computed from.
     """
-    precision, compute = spec.precision, spec.precision.compute_dtype
-    if compute == "fp8" and precision.emulate:
-        raise UnknownChipSpeed("no time model for emulated fp8, whose matmuls are in fp32")
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
         raise UnknownChipSpeed(
             f"the speed of {chip.name if chip else 'this chip'} is unknown: no peak FLOP/s in the table of chips"
         )
-    name = {"fp16": "fp16", "fp32": "tf32" if precision.tf32 else "fp32"}.get(compute, "bf16")
-    peak = chip.peak_flops.get(name)
-    if peak is None or (compute == "fp8" and "fp8" not in chip.peak_flops):
-        raise UnknownChipSpeed(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
-    return peak
+    name, multiplied = _dtypes(spec)
+    for dtype in (name, multiplied):
+        if dtype not in chip.peak_flops:
+            raise UnknownChipSpeed(f"{chip.name} has no known peak in {dtype}")
+    return chip.peak_flops[name]
+
+
+def _dtypes(spec: RunSpec) -> tuple[str, str]:
+    """Return the dtype of activations, and that in which layers multiply: of emulated fp8 fp32."""
+    precision, compute = spec.precision, spec.precision.compute_dtype
+    fp32 = "tf32" if precision.tf32 else "fp32"
+    name = {"fp16": "fp16", "fp32": fp32}.get(compute, "bf16")
+    return name, fp32 if precision.emulates_fp8 else "fp8" if compute == "fp8" else name
 
 
 def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
@@ -253,10 +258,9 @@ def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
     peak = known_peak(spec, chip)
     assert chip is not None
     assert chip.memory_bandwidth is not None
-    precision, compute = spec.precision, spec.precision.compute_dtype
+    precision, compute, multiplied = spec.precision, spec.precision.compute_dtype, _dtypes(spec)[1]
     head = peak * stack.matmul_16.value
-    float8 = compute == "fp8"
-    matmul = chip.peak_flops["fp8"] * stack.matmul_8.value if float8 else head
+    matmul = chip.peak_flops[multiplied] * (stack.matmul_8 if multiplied == "fp8" else stack.matmul_16).value
     return Device(
         stack=stack,
         attention_flops=peak,
@@ -266,7 +270,7 @@ def _device(chip: ChipFacts | None, spec: RunSpec, stack: Stack) -> Device:
         fp32_flops=chip.peak_flops.get("tf32" if precision.tf32 else "fp32", peak) * stack.matmul_16.value,
         memory=chip.memory_bandwidth * c.MEMORY.value,
         host=(chip.host_bandwidth or c.DEFAULT_LINK.value) * c.HOST_LINK.value,
-        float8=float8,
+        float8=compute == "fp8",
         element=activation_bytes(spec),
     )
 
