@@ -74,10 +74,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
         RuntimeError: the process is in a process group already.
     """
     started = time.perf_counter()
-    if spec.precision.uses_transformer_engine:
-        raise ValueError("a step of Transformer Engine cannot be simulated: set precision.fp8.implementation=native")
-    if has_library_ring(spec):
-        raise ValueError("a ring of Transformer Engine cannot be simulated: set model.attention_backend=auto")
+    _refuse_libraries(spec)
     spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory
     if spec.parallel.moe_token_dispatcher_type == "flex":  # DeepEP needs a GPU; the rows of experts are as many
         spec = with_values(spec, {"parallel.moe_token_dispatcher_type": "alltoall"})
@@ -112,6 +109,14 @@ def deep_plan(spec: RunSpec, rank: int | None = None, modules: LayerModules = ST
         collectives=collectives,
         seconds=time.perf_counter() - started,
     )
+
+
+def _refuse_libraries(spec: RunSpec) -> None:
+    """Raise ValueError if Transformer Engine, which has no rules for fake tensors, computes layers or attention."""
+    if spec.precision.uses_transformer_engine:
+        raise ValueError("a step of Transformer Engine cannot be simulated: set precision.fp8.implementation=native")
+    if has_library_ring(spec):
+        raise ValueError("a ring of Transformer Engine cannot be simulated: set model.attention_backend=auto")
 
 
 def _kernels(device: str) -> KernelForms:

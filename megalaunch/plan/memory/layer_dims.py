@@ -10,6 +10,7 @@ from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, computes_scores, taken_backends
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory.attention_widths import attention_widths, local_heads_and_groups
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.schema import RunSpec
@@ -69,6 +70,7 @@ class LayerDims:
         expert_rows: rows per token that the rank's experts compute.
         local_experts: experts of the rank.
         summed_rows: rows per token whose outputs the rank sums up.
+        kept_query_key_width: width of queries and keys before RoPE, which fused projections keep with the values.
         qk_norm_rows: rows of queries and keys that QK norm normalises per token: heads, or all of them together (2).
         router_bytes: bytes of the router's dtype.
         router_copies_input: its input is a tensor of its own.
@@ -120,6 +122,7 @@ class LayerDims:
     q_lora_rank: int
     kv_lora_rank: int
     qk_rope_head_dim: int
+    kept_query_key_width: float
     qk_norm_rows: float
     parallel_residual: bool
     post_norm: bool
@@ -216,12 +219,8 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     dtypes, activation_bytes = dtypes.of_layer(kind), dtype_bytes(dtypes.compute_dtype)
     tp, mla, moe = dtypes.tp, model.mla, model.moe
     fp8 = dtypes.compute_dtype == "fp8" and profile.fp8_inputs
-    heads, head_dim, local_heads = model.num_attention_heads, model.head_dim or 0, model.num_attention_heads / tp
-    groups = max(1.0, (model.num_query_groups or heads) / tp)
-    latent = mla.kv_lora_rank is not None
-    query = local_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else local_heads * head_dim
-    value = local_heads * mla.v_head_dim if latent else groups * head_dim
-    key = query if latent else groups * head_dim
+    local_heads, groups = local_heads_and_groups(model, tp)
+    query, key, value, output = attention_widths(model, tp)
     sharing = (tp if dtypes.sequence_parallel else 1) * dtypes.cp
     rows = ExpertRows.of(moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
     return LayerDims(
@@ -237,7 +236,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         query_width=query,
         key_width=key,
         value_width=value,
-        attention_output_width=local_heads * mla.v_head_dim if latent else local_heads * head_dim,
+        attention_output_width=output,
         attention_output_copies=1.5 if dtypes.dynamic_cp else 2.0 if _is_called_by_chunk(dtypes) else 1.0,
         num_heads=local_heads,
         ffn_width=model.ffn_hidden_size / tp,
@@ -259,11 +258,12 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         q_lora_rank=mla.q_lora_rank or 0,
         kv_lora_rank=mla.kv_lora_rank or 0,
         qk_rope_head_dim=mla.qk_rope_head_dim,
+        kept_query_key_width=query + key if fp8 and _keeps_fused_outputs(model, kind, dtypes, profile) else 0.0,
         qk_norm_rows={"none": 0, "full": 2, "head": local_heads + groups}[model.qk_norm],
         parallel_residual=model.parallel_residual,
         post_norm=model.norm_placement != "pre",
         dropout_mask_bytes=(model.hidden_size if profile.dropout_masks else 4) if model.hidden_dropout else 0,
-        mla=latent,
+        mla=mla.kv_lora_rank is not None,
         experts=kind.experts,
         mtp=kind.mtp,
         saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
@@ -276,6 +276,12 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         tensor_parallel=tp > 1,
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
+
+
+def _keeps_fused_outputs(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> bool:
+    """Return whether queries, keys and values are one tensor, of which RoPE makes new queries and keys."""
+    makes_others = kind.rotated and model.mla.kv_lora_rank is None and model.qk_norm == "none"
+    return profile.input_copies and dtypes.tp > 1 and makes_others
 
 
 def _input_gradient_buffers(dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:

@@ -64,6 +64,10 @@ ATTENTION = (
         ("attention",),
     ),
     OpRow(
+        "queries and keys before RoPE, in one tensor with the values",
+        lambda d: d.activation_bytes * d.kept_query_key_width,
+    ),
+    OpRow(
         "queries and keys, before QK norm",
         lambda d: d.activation_bytes * (d.query_width + d.key_width) if d.qk_norm_rows else 0,
     ),
