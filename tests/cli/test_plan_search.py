@@ -48,9 +48,6 @@ def test_what_cannot_be_searched_is_refused_with_the_reason():
     partly = invoke("recipe=llama3_8b", "platform=mtt_s5000")
     assert partly.exit_code == 2
     assert "no predicted speed: mtt_s5000 has no known peak in bf16" in partly.stderr
-    emulated = invoke("recipe=llama3_8b", "precision=fp8", "precision.emulate=true")
-    assert emulated.exit_code == 2
-    assert "no time model for emulated fp8" in emulated.stderr
 
 
 def test_a_model_that_fits_nowhere_has_no_best():

@@ -11,6 +11,7 @@ from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, compute
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.attention_widths import attention_widths, local_heads_and_groups
+from megalaunch.plan.memory.input_copies import InputCopies
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.schema import RunSpec
@@ -20,31 +21,6 @@ from megalaunch.schema.parallel import ContextCommType
 from megalaunch.schema.recompute import RecomputeModule
 
 _ROUTER_BYTES: Mapping[RouterDtype, int] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2})
-
-
-@dataclass(frozen=True)
-class InputCopies:
-    """How often the input of projections is saved: by each of them, or once for those that share it.
-
-    Attributes:
-        attention: of queries, keys and values, or of latents.
-        ffn: of gate and up.
-        experts: the same, of routed experts.
-        shared_experts: of shared experts, in addition to the router's input, which they share in 16 bits.
-    """
-
-    attention: int = 1
-    ffn: int = 1
-    experts: int = 1
-    shared_experts: int = 0
-
-    @classmethod
-    def of(cls, model: ModelSpec, dtypes: DtypesAndGroups) -> InputCopies:
-        """Return those of layers that save copies of their own; tensor parallelism fuses layers, but not latents'."""
-        gated = 2 if model.activation in GATED else 1
-        attention = 2 if model.mla.kv_lora_rank is not None else 3 if dtypes.tp == 1 else 1
-        ffn = gated if dtypes.tp == 1 else 1
-        return cls(attention, ffn, gated, ffn if model.moe.shared_ffn_hidden_size else 0)
 
 
 @dataclass(frozen=True)
@@ -219,10 +195,8 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
     dtypes, activation_bytes = dtypes.of_layer(kind), dtype_bytes(dtypes.compute_dtype)
     tp, mla, moe = dtypes.tp, model.mla, model.moe
     fp8 = dtypes.compute_dtype == "fp8" and profile.fp8_inputs
-    local_heads, groups = local_heads_and_groups(model, tp)
-    query, key, value, output = attention_widths(model, tp)
-    sharing = (tp if dtypes.sequence_parallel else 1) * dtypes.cp
-    rows = ExpertRows.of(moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
+    (local_heads, groups), (query, key, value, output) = local_heads_and_groups(model, tp), attention_widths(model, tp)
+    rows = _expert_rows(model, dtypes)
     return LayerDims(
         activation_bytes=activation_bytes,
         matmul_input_bytes=1 if fp8 else activation_bytes,
@@ -230,7 +204,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         emulates_fp8=dtypes.emulates_fp8 and not kind.bf16,
         fp8_wgrad=dtypes.fp8_wgrad,
         microbatch_tokens=dtypes.micro_batch_size * dtypes.sequence_length / dtypes.cp,
-        input_copies=InputCopies.of(model, dtypes) if fp8 and profile.input_copies else InputCopies(),
+        input_copies=InputCopies.of(model, tp) if fp8 and profile.input_copies else InputCopies(),
         residual_bytes=4 if dtypes.residual_dtype == "fp32" else activation_bytes,
         hidden_size=model.hidden_size,
         query_width=query,
@@ -276,6 +250,11 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         tensor_parallel=tp > 1,
         sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
+
+
+def _expert_rows(model: ModelSpec, dtypes: DtypesAndGroups) -> ExpertRows:
+    sharing = (dtypes.tp if dtypes.sequence_parallel else 1) * dtypes.cp
+    return ExpertRows.of(model.moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
 
 
 def _keeps_fused_outputs(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> bool:
