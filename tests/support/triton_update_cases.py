@@ -25,6 +25,13 @@ State = dict[str, list[Tensor]]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
+def _before_a_seven(values: Tensor) -> Tensor:
+    """Return the values in memory in which a 7 follows them."""
+    flat = values.new_full((values.numel() + 1,), 7.0)
+    flat[:-1] = values.flatten()
+    return flat[:-1].view(values.shape)
+
+
 def _start(
     rule: Any, dtypes: tuple[torch.dtype, ...], device: str, is_strided: bool, shapes: tuple[tuple[int, ...], ...]
 ) -> State:
@@ -35,7 +42,7 @@ def _start(
     for number, (name, dtype) in enumerate(names.items()):
         values = [randn(1, *size, seed=10 * number + place)[0] for place, size in enumerate(shapes)]
         values = [value.square() / 10 if name == "exp_avg_sq" else value for value in values]
-        made[name] = [value.to(device, dtype) for value in values]
+        made[name] = [_before_a_seven(value.to(device, dtype)) for value in values]
         if is_strided:
             made[name] = [value.mT.contiguous().mT if value.ndim > 1 else value for value in made[name]]
     return made
@@ -97,6 +104,8 @@ def update_case(
                 assert (found.cpu() != theirs).sum() <= found.numel() / 100, (key, found.shape)
     for before, after in zip(_start(rule, dtypes, device, is_strided, shapes)["weight"], mine["weight"], strict=True):
         assert before.stride() == after.stride()
+        behind = torch.as_strided(after, (1,), (1,), after.numel()) if not is_strided else after.new_tensor(7.0)
+        assert behind.item() == 7, "nothing behind a tensor is written"
         assert not after.numel() or not torch.equal(before, after)
 
 
