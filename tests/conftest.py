@@ -20,12 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C and hang-ups reach the processes of tests, also below nohup; garbage is collected less often.
+    """Ctrl-C and other signals reach the processes of tests, also below nohup; garbage is collected less often.
 
     Of a composition, which makes thousands of objects, Python's own threshold of 700 spends a seventh on garbage.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     gc.set_threshold(20_000)
 
 
@@ -43,3 +44,10 @@ def pytest_runtest_setup() -> None:
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test
+def pytest_runtest_teardown() -> None:
+    """Fail a test that leaves signals blocked: the programs that later tests start would never receive them."""
+    if left := signal.pthread_sigmask(signal.SIG_SETMASK, ()):
+        pytest.fail(f"the test leaves signals blocked: {', '.join(signal.Signals(number).name for number in left)}")

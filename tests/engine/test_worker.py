@@ -91,6 +91,7 @@ def test_a_crash_on_a_full_disk_is_still_that_crash(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     monkeypatch.setattr(worker, "redirect_output", lambda log: log.parent.mkdir())
     monkeypatch.setattr(StopSignal, "install", lambda self: None)
+    monkeypatch.setattr(hang_dump.HangDump, "install", lambda self: None)  # it blocks SIGUSR1
     monkeypatch.setattr(megalaunch.schema.spec_file, "read_spec", fail)
     monkeypatch.setattr(worker, "_report_crash", full)
     with pytest.raises(KeyError, match="what really happened"):
