@@ -14,7 +14,7 @@ from typing import Any
 from training import MEGALAUNCH, tiny_overrides
 
 from megalaunch.fs import list_temporary_directories
-from megalaunch.launch.process import Process, descendants, find_process, is_alive, kill_all
+from megalaunch.process import Process, descendants, find_process, is_alive, kill_all
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.paths import RunDirectory

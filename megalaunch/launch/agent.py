@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalaunch.fs import open_file
-from megalaunch.launch.process import (
+from megalaunch.process import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     Process,

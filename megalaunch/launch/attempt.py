@@ -17,10 +17,10 @@ from megalaunch.launch.hang.collective_traces import request_traces
 from megalaunch.launch.hang.diagnosis import diagnose_crash, diagnose_hang
 from megalaunch.launch.hang.hang_detector import HangDetector
 from megalaunch.launch.hang.rank_monitor import RankMonitor
-from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
 from megalaunch.launch.stop import StopSignals
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.cgroups import OomKills
+from megalaunch.process import Process, is_alive, kill_all, send_signal
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.worker_failure import Failure

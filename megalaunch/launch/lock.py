@@ -18,7 +18,7 @@ from pathlib import Path
 from megalaunch.format.paths import display_path
 from megalaunch.fs import has_no_locks, is_open_at, open_file, try_lock
 from megalaunch.launch.file_system import file_system_time, has_local_locks
-from megalaunch.launch.process import Process, find_process, is_alive
+from megalaunch.process import Process, find_process, is_alive
 
 SILENT_SECONDS = 60.0  # a holder on another machine counts as dead after so long without a touch
 TOUCH_SECONDS = 10.0

@@ -18,7 +18,6 @@ from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_co
 from megalaunch.launch.failure import first_failure
 from megalaunch.launch.local import Launch, write_run
 from megalaunch.launch.node_watch import NodeWatch
-from megalaunch.launch.process import descendants, send_signal, wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
@@ -26,6 +25,7 @@ from megalaunch.launch.supervise import POLL_SECONDS, Display, Drawing, LaunchRe
 from megalaunch.launch.trackers.process import trackers
 from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.allocation import NodePlace
+from megalaunch.process import descendants, send_signal, wait_for_any_end
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.failed_attempts import failure_outcome

@@ -15,9 +15,9 @@ from megalaunch.launch.hang.collective_traces import REPLY_SECONDS, request_trac
 from megalaunch.launch.hang.diagnosis import diagnose_hang
 from megalaunch.launch.hang.hang_detector import STEP_SECONDS, HangDetector
 from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
-from megalaunch.launch.process import kill_all
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.plan.world import resolved_world_size
+from megalaunch.process import kill_all
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress

@@ -12,10 +12,10 @@ from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.failure import SUPERSEDED, record_failure
 from megalaunch.launch.lock import RunLock
-from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.storage_monitor import StorageMonitor
+from megalaunch.process import wait_for_any_end
 from megalaunch.rundir.checkpoint.listing import newest_step
 from megalaunch.rundir.events import EventName
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from megalaunch.launch.process import PR_SET_PDEATHSIG, set_process_control
 from megalaunch.launch.stop import StopBeforeLaunch
 from megalaunch.launchers.tasks import ATTEMPTS, FailedTask, TaskSet
+from megalaunch.process import PR_SET_PDEATHSIG, set_process_control
 
 _STOP_SECONDS = 10.0
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from megalaunch.format.paths import display_path
 from megalaunch.launch.directory import run_is_locked
 from megalaunch.launch.lock import Holder, read_holder
-from megalaunch.launch.process import Process, send_signal
 from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record
 from megalaunch.launchers.select_launcher import select_launcher
+from megalaunch.process import Process, send_signal
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 

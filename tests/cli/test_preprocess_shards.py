@@ -12,7 +12,7 @@ from slow_cases import slow_but
 from token_files import sentences, small_tokenizer, write_jsonl
 from warm_process import MEGALAUNCH
 
-from megalaunch.launch.process import descendants, is_alive
+from megalaunch.process import descendants, is_alive
 
 _PODS = ("launcher=kubernetes", "launcher.kubernetes.image=me/image:1")
 _NO_COUNT = "--shard, --merge, --dry-run, --detach and launcher= need the number of all shards: give --shards N too."

@@ -20,9 +20,9 @@ from warm_process import MEGALAUNCH
 
 from megalaunch.cli.app import app
 from megalaunch.config.compose import compose
-from megalaunch.launch.process import descendants, kill_all
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import detect_machine
+from megalaunch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.runs.sweep import run
 from megalaunch.runs.sweep.display import LogSweepDisplay

@@ -13,7 +13,7 @@ from launching import steps_of, wait_until
 from training import tiny_overrides
 from warm_process import MEGALAUNCH
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress

@@ -14,7 +14,7 @@ from several_nodes import ended_processes, free_ports, indexed_job, slurm_step, 
 from training import tiny_overrides
 from warm_process import MEGALAUNCH
 
-from megalaunch.launch.process import descendants, send_signal
+from megalaunch.process import descendants, send_signal
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import read_credentials

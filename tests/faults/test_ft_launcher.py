@@ -15,7 +15,7 @@ from training import tiny_overrides
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress

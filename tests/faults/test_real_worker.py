@@ -16,7 +16,7 @@ from same_run import differences
 from training import train_tiny, training
 
 from megalaunch.engine.checkpoint.store import verify_checkpoint
-from megalaunch.launch.process import descendants
+from megalaunch.process import descendants
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory

@@ -19,7 +19,7 @@ import pytest
 from launching import events_of, launched, run_of, running, steps_of, tiny_spec, wait_until, worker_pids
 from paths import ROOT
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import keep_credentials

@@ -11,7 +11,7 @@ from faulty_step import write_faulty_step
 from launching import events_of
 from training import training
 
-from megalaunch.launch.process import descendants
+from megalaunch.process import descendants
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.bundle.archive import write_bundle

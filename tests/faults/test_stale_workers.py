@@ -15,7 +15,8 @@ from launching import wait_until
 from training import train_tiny
 
 from megalaunch.fs import list_temporary_directories
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, find_process, is_stopped, kill_all, send_signal
+from megalaunch.rundir.checkpoint.manifest import MANIFEST
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
@@ -38,6 +39,28 @@ def contents(directory: RunDirectory) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+def stop_in_mid_save(directory: RunDirectory) -> int:
+    """Stop the worker before it has written the last file of a checkpoint; return its pid.
+
+    Later it holds the lock of the run, and new workers would kill it.
+    """
+
+    def stopped() -> int | None:
+        if not list_temporary_directories(directory.checkpoints):
+            return None
+        worker = find_process(read_progress(directory.progress(0)).pid)
+        send_signal(worker, signal.SIGSTOP)
+        wait_until(lambda: is_stopped(worker))
+        saves = list_temporary_directories(directory.checkpoints)
+        if saves and not any((save / MANIFEST).exists() for save in saves):
+            return worker.pid
+        send_signal(worker, signal.SIGCONT)
+        wait_until(lambda: not any(save.exists() for save in saves))
+        return None
+
+    return wait_until(stopped, 120)
+
+
 @pytest.mark.timed
 @pytest.mark.slow
 def test_a_worker_that_was_stopped_in_mid_save(tmp_path, record_property):
@@ -47,9 +70,7 @@ def test_a_worker_that_was_stopped_in_mid_save(tmp_path, record_property):
     directory.outcome.unlink()
     old = start_agent(directory, tmp_path / "old.log")
     try:
-        wait_until(lambda: list_temporary_directories(directory.checkpoints), 120)
-        worker = read_progress(directory.progress(0)).pid
-        os.kill(worker, signal.SIGSTOP)
+        worker = stop_in_mid_save(directory)
         new = start_agent(directory, tmp_path / "new.log")
         assert new.wait(timeout=300) == 0
         assert read_outcome(directory.outcome).step == STEPS

@@ -20,7 +20,7 @@ from launching import (
     worker_pids,
 )
 
-from megalaunch.launch.process import descendants
+from megalaunch.process import descendants
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.progress import read_progress
 

@@ -16,8 +16,8 @@ from launching import events_of, run_of, running, tiny_spec, wait_until
 from megalaunch.launch import node_watch
 from megalaunch.launch.hang import diagnosis, rank_monitor
 from megalaunch.launch.node_watch import NodeWatch
-from megalaunch.launch.process import find_process, is_stopped
 from megalaunch.launch.storage_monitor import StorageMonitor
+from megalaunch.process import find_process, is_stopped
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.progress import Progress
 

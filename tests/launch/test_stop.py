@@ -13,8 +13,8 @@ from launching import wait_until
 
 import megalaunch.launch.heartbeat
 from megalaunch.launch.heartbeat import Heartbeat
-from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, kill_all, return_code, send_signal
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
+from megalaunch.process import Process, find_process, is_alive, is_stopped, kill_all, return_code, send_signal
 from megalaunch.rundir.outcome import ExitCode
 
 

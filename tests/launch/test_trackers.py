@@ -13,12 +13,12 @@ from launching import running, wait_until
 from tracked_run import directory_of, one_worker
 from training import train_tiny
 
-from megalaunch.launch.process import descendants
 from megalaunch.launch.run_state import ThroughputBasis
 from megalaunch.launch.trackers import __main__ as feeding
 from megalaunch.launch.trackers.figures import event_figures, step_figures
 from megalaunch.launch.trackers.process import trackers
 from megalaunch.launch.trackers.prometheus import PrometheusTextfile
+from megalaunch.process import descendants
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.paths import RunDirectory

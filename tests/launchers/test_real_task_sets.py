@@ -23,8 +23,8 @@ from token_files import sentences, small_tokenizer, write_jsonl
 from training import make_corpus
 from warm_process import COLD_MEGALAUNCH
 
-from megalaunch.launch.process import descendants, kill_all
 from megalaunch.launchers.record import read_record
+from megalaunch.process import descendants, kill_all
 from megalaunch.rundir.paths import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]

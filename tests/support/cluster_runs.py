@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from warm_process import COLD_MEGALAUNCH
 
 from megalaunch.cli.app import app
-from megalaunch.launch.process import descendants, kill_all
 from megalaunch.launchers.record import read_record
+from megalaunch.process import descendants, kill_all
 from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory

@@ -16,7 +16,7 @@ import pytest
 from paths import ROOT
 from warm_process import PROGRAMS
 
-from megalaunch.launch.process import descendants, find_process, is_alive, kill_all
+from megalaunch.process import descendants, find_process, is_alive, kill_all
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec, build_run_spec

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 
 _HOSTS = (0, 1)
 _LOGIN = 2

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 

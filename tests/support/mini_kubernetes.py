@@ -24,7 +24,7 @@ from paths import ROOT
 from pod_log_server import PodLogs, pod_logs
 from several_nodes import free_ports
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 
 FORBIDDEN = "stranger"  # a context whose user may nothing
 _NODES = 2

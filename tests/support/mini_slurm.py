@@ -17,7 +17,7 @@ import pytest
 from cluster_runs import parent_of, processes
 from several_nodes import free_ports
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from several_nodes import free_ports
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 
 # Each host takes itself to have all cores: with a thread on each, the workers of two would wait for each other's.
 _SERVER = """\

@@ -15,8 +15,8 @@ from h100_stand_in import start_on_h100
 from training import tiny_overrides
 from warm_process import COLD_MEGALAUNCH
 
-from megalaunch.launch.process import descendants, kill_all
 from megalaunch.platform.allocation import DEFAULT_PORT
+from megalaunch.process import descendants, kill_all
 
 StartWithin = Callable[[int], AbstractContextManager[object]]  # of a node: what it is started within
 

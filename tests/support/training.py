@@ -11,7 +11,7 @@ from pathlib import Path
 
 from warm_process import COLD_MEGALAUNCH, MEGALAUNCH
 
-from megalaunch.launch.process import descendants, kill_all
+from megalaunch.process import descendants, kill_all
 
 # A sitecustomize.py runs, and the client of the Hugging Face Hub reads its settings, once in a process.
 _READ_AT_START = ("PYTHONPATH", "HF_")

@@ -179,6 +179,8 @@ class RunLogger:
     def claim_run(self) -> None:
         """Claim the right to write; rank 0 only."""
         self._write(self._directory.attempts, self.fence.claim)
+        if self.fence.killed:
+            self.event("note", message=self.fence.killed)
 
     def reserve_outcome_space(self) -> None:
         """Reserve disk space for the outcome, so that it can be written even if the disk fills up."""

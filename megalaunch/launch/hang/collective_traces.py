@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalaunch.launch.hang.rank_monitor import Rank
-from megalaunch.launch.process import expects, is_alive, send_signal
+from megalaunch.process import expects, is_alive, send_signal
 from megalaunch.rundir.collective_trace import (
     DUMP_STACKS_SIGNAL,
     DUMP_TRACE_SIGNAL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, is_traced, return_code
+from megalaunch.process import Process, find_process, is_alive, is_stopped, is_traced, return_code
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress, read_progress
 from megalaunch.rundir.worker_failure import rank_label

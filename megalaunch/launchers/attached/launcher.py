@@ -7,12 +7,12 @@ import socket
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from megalaunch.launch.process import Process, is_alive, send_signal
 from megalaunch.launchers.attached.job import AttachedJob, NodeStarter
 from megalaunch.launchers.attached.own_record import own_record, write_attached_record
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord
 from megalaunch.launchers.tasks import task_number
+from megalaunch.process import Process, is_alive, send_signal
 from megalaunch.rundir.paths import RunDirectory
 
 

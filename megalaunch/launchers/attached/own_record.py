@@ -7,8 +7,8 @@ import socket
 import time
 
 from megalaunch.fs import make_directory
-from megalaunch.launch.process import find_process
 from megalaunch.launchers.record import JobRecord, write_record
+from megalaunch.process import find_process
 from megalaunch.rundir.paths import RunDirectory
 
 

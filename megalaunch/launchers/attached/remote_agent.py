@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.launch.agent import Agent
-from megalaunch.launch.process import send_signal
+from megalaunch.process import send_signal
 from megalaunch.version import __version__
 
 LEASE_SECONDS = 15.0

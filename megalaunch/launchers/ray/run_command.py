@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megalaunch.launch.process import PR_SET_PDEATHSIG, set_process_control
+from megalaunch.process import PR_SET_PDEATHSIG, set_process_control
 
 
 def run_command(python: str | None, arguments: Sequence[str], working_directory: str, log: str) -> int:

@@ -29,10 +29,10 @@ from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.launch.directory import create_folders
-from megalaunch.launch.process import descendants, is_alive, kill_all
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.plan.topology import Topology
+from megalaunch.process import descendants, is_alive, kill_all
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory

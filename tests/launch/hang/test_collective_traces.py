@@ -10,7 +10,7 @@ from megalaunch.launch.hang import collective_traces, rank_monitor
 from megalaunch.launch.hang.collective_traces import request_traces
 from megalaunch.launch.hang.diagnosis import diagnose_hang
 from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
-from megalaunch.launch.process import Process
+from megalaunch.process import Process
 from megalaunch.rundir.collective_trace import Collective, CollectiveTrace, GroupTrace, write_collective_trace
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress

@@ -10,8 +10,8 @@ from launching import tiny_spec
 from megalaunch.launch.hang import rank_monitor as ranks_module
 from megalaunch.launch.hang.hang_detector import HangDetector
 from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
-from megalaunch.launch.process import Process
 from megalaunch.launch.supervise import RestartBudget
+from megalaunch.process import Process
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
 

@@ -1,4 +1,4 @@
-"""Processes by /proc: state, descendants and exit code of a process, and signals to exactly that process.
+"""Processes by /proc: state, descendants, locks and exit code of a process, and signals to exactly that process.
 
 A pid may be reused, so a process is identified by its pid and its start time together.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import time
@@ -33,6 +34,7 @@ class Process:
 class _Stat:
     state: str
     parent: int
+    cpu_ticks: int
     started: int
     exit_status: int
 
@@ -66,6 +68,26 @@ def is_traced(process: Process) -> bool:
     """Return whether a debugger holds a process."""
     stat = _stat(process)
     return stat is not None and stat.state == "t"
+
+
+def cpu_seconds(process: Process) -> float:
+    """Return the CPU time that all threads of a process have used; 0 when it is gone."""
+    stat = _stat(process)
+    return stat.cpu_ticks / os.sysconf("SC_CLK_TCK") if stat else 0.0
+
+
+def holds_flock(process: Process, descriptor: int) -> bool:
+    """Return whether a process has the flock of the file that this process has open as `descriptor`."""
+    file = os.fstat(descriptor)
+    try:
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it is closed by now
+                lock = Path(f"/proc/{process.pid}/fdinfo/{link.name}").read_text(encoding="ascii")
+                if os.path.samestat(link.stat(), file) and re.search(r"^lock:.* FLOCK ", lock, re.MULTILINE):
+                    return is_alive(process)
+    except OSError:  # it is gone, or belongs to another user
+        pass
+    return False
 
 
 def expects(process: Process, number: signal.Signals) -> bool:
@@ -153,6 +175,7 @@ def _read_stat(pid: int) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text[text.rindex(")") + 2 :].split()
-        return _Stat(state=fields[0], parent=int(fields[1]), started=int(fields[19]), exit_status=int(fields[49]))
+        user, system, started, exit_status = (int(fields[index]) for index in (11, 12, 19, 49))
+        return _Stat(fields[0], int(fields[1]), user + system, started, exit_status)
     except (OSError, ValueError, IndexError):
         return None
