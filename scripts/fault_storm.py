@@ -39,7 +39,7 @@ from megalaunch.format.table import table_lines  # noqa: E402
 from megalaunch.rundir.jsonl import read_lines  # noqa: E402
 from megalaunch.rundir.paths import RunDirectory  # noqa: E402
 
-HANGS = 1 / 16  # the share of stopped ranks, each of which takes 15 seconds to be found
+HANGS = 1 / 16  # the share of stopped ranks, each of which takes 12 seconds to be found
 MAY_BE_EARLY = ("worker_killed", "agent_killed", "launcher_killed", "preempted")
 EARLY = 0.3  # the share of these that strikes while the run restarts after the fault before
 LAST_SECONDS = 900.0  # for the fault that strikes last, and the end of the run

@@ -38,7 +38,7 @@ class LauncherSpec:
     step_timeout: float | None = setting(
         None,
         "Timeout without progress within a step, at most launcher.hang_timeout; null: 10 x the median step time, "
-        "at least 15 s, or launcher.hang_timeout until that is known and with train.compile.",
+        "at least 12 s, or launcher.hang_timeout until that is known and with train.compile.",
         "seconds",
         minimum=1,
     )

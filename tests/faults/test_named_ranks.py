@@ -19,7 +19,9 @@ from megalaunch.rundir.progress import read_progress
 
 pytestmark = pytest.mark.timed
 
-TIMEOUT, SHORT_TIMEOUT = 12, 6  # the table of faults states times under the longer
+TIMEOUT, SHORT_TIMEOUT = 12, 6
+STEP = 12  # of a fault: the limit of a step is known by then
+TIMED = ("another_collective", "an_endless_loop")  # without a setting: the times of the table of faults
 OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5")
 
 
@@ -102,10 +104,10 @@ FAULTS = {
 )
 def test_a_rank_that_falls_out_of_step(tmp_path, shared, name, record_property):
     layout, rank, coordinates, fault, said = FAULTS[name]
-    write_faulty_step(tmp_path, rank, step=4, fault=fault)
+    write_faulty_step(tmp_path, rank, step=STEP, fault=fault)
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    timeout = TIMEOUT if name in ("another_collective", "an_endless_loop") else SHORT_TIMEOUT
-    overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0", f"launcher.hang_timeout={timeout}")
+    limit = () if name in TIMED else (f"launcher.hang_timeout={SHORT_TIMEOUT}",)
+    overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0", *limit)
     code, _, err = train_tiny(tmp_path, *overrides, shared=shared, PYTHONPATH=python_path)
     directory = RunDirectory(tmp_path / "run")
     assert code in (5, 6), err
@@ -115,7 +117,7 @@ def test_a_rank_that_falls_out_of_step(tmp_path, shared, name, record_property):
         assert "it is at sitecustomize.py:" in " ".join(err.split())  # the call site of the one collective too many
     assert read_outcome(directory.outcome).details["rank"] == rank
     assert running(worker_pids(directory)) == []
-    assert max(steps_of(directory)) == 3
-    struck = directory.metrics.stat().st_mtime  # the line of step 3
+    assert max(steps_of(directory)) == STEP - 1
+    struck = directory.metrics.stat().st_mtime  # the line of the step before
     record_property("noticed", events_of(directory, "worker_failed")[0]["time"] - struck)
     record_property("end", events_of(directory, "outcome")[0]["time"] - struck)

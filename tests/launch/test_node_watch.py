@@ -128,7 +128,7 @@ def test_a_node_ends_its_workers_once_another_has_named_the_hung_rank(node):
     one = node(1, 600.0)
     one.watch(1, BOTH)
     record_event(one.directory, "worker_failed", rank=0, exception="hang", attempt=0)
-    one.watch(7, NEITHER)
+    one.watch(5, NEITHER)
     assert one.is_running  # its own ranks have made progress a moment ago
     one.watch(2, NEITHER)
     assert one.worker.wait(5) == -signal.SIGKILL
@@ -139,12 +139,12 @@ def test_a_rank_of_another_node_that_makes_progress_shows_that_there_is_no_hang(
     one = node(0, 20.0)
     one.watch(100, (1,))
     assert (one.hangs, one.requests) == ([], 0)
-    one.watch(30, NEITHER)  # the last progress is seen within 7.5 s, and 20 s later is the limit
+    one.watch(30, NEITHER)  # the last progress is seen within 6 s, and 20 s later is the limit
     assert one.hangs == [0]
 
 
 @pytest.mark.parametrize(
-    ("limit", "looks"), [(600.0, [150, 300, 450]), (40.0, [10, 20, 30]), (20.0, [7.5, 15]), (8.0, [4])]
+    ("limit", "looks"), [(600.0, [150, 300, 450]), (40.0, [10, 20, 30]), (20.0, [6, 12, 18]), (8.0, [4])]
 )
 def test_ranks_of_other_nodes_are_read_a_few_times_before_the_limit(node, limit, looks):
     """Each launcher reads the files of all ranks, which is heavy on a shared file system with a thousand of them."""
@@ -160,12 +160,12 @@ def test_ranks_of_other_nodes_are_read_a_few_times_before_the_limit(node, limit,
 
 
 def test_a_rank_that_is_stopped_for_a_moment_is_no_hang_while_others_make_progress(node):
-    """Its limit is 15 s at once, and the other ranks may not have been read for longer."""
+    """Its limit is 12 s at once, and the other ranks may not have been read for longer."""
     one = node(1, 600.0)
     one.watch(100, (0,))
     os.kill(one.worker.pid, signal.SIGSTOP)
     wait_until(lambda: is_stopped(find_process(one.worker.pid)))
     one.watch(40, (0,))
     assert (one.hangs, one.is_running) == ([], True)
-    one.watch(24, NEITHER)  # seen within 7.5 s, and 15 s later over the limit
+    one.watch(20, NEITHER)  # seen within 6 s, and 12 s later over the limit
     assert one.hangs == [1]

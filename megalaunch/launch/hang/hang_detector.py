@@ -8,7 +8,7 @@ from statistics import median
 from megalaunch.launch.hang.rank_monitor import STEPPING, RankMonitor
 from megalaunch.schema import RunSpec
 
-STEP_SECONDS = 15.0  # minimum time limit of a step
+STEP_SECONDS = 12.0  # minimum time limit of a step: with the wait for traces a hang is known within 15 s
 STEP_MEDIANS = 10
 _KNOWN_STEPS = 5  # with fewer the median is unreliable: first steps compile, allocate and connect
 _LONGEST_GAP = 2.0

@@ -19,13 +19,17 @@ STOPPED = 101  # pid
 
 
 class Clock:
-    """A clock that only sleep advances; every process is alive, expects the signals, and one is stopped."""
+    """A clock that only sleep advances; every process is alive, expects the signals, and one is stopped.
+
+    `cores`: how many each process uses all the time.
+    """
 
     def __init__(self, monkeypatch) -> None:
-        self.now = 5000.0
+        self.now, self.cores = 5000.0, 0.0
         clock = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now, sleep=self._sleep)
         monkeypatch.setattr(collective_traces, "time", clock)
         monkeypatch.setattr(collective_traces, "expects", lambda process, number: True)
+        monkeypatch.setattr(collective_traces, "cpu_seconds", lambda process: self.cores * self.now)
         monkeypatch.setattr(collective_traces, "is_alive", lambda process: True)
         monkeypatch.setattr(collective_traces, "send_signal", lambda process, number: True)
         monkeypatch.setattr(rank_monitor, "is_stopped", lambda process: process.pid == STOPPED)
@@ -88,3 +92,12 @@ def test_the_others_may_wait_for_a_rank_whose_progress_is_not_seen_here(tmp_path
     hung = diagnose_hang(ranks, directory)
     assert hung.rank is None
     assert hung.reason.startswith("rank 1: the other ranks wait in collectives that it has not called")
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(0.0, 10.0), (0.1, 10.0), (0.5, 4.0), (1.0, 2.0), (64.0, 2.0)])
+def test_a_busy_process_is_not_awaited_for_long(tmp_path, clock, cores, seconds):
+    """It would have answered, or holds the interpreter's lock; one that gets no CPU may be slow."""
+    clock.cores = cores
+    began = clock.now
+    assert request_traces([rank(0, 4000.0)], RunDirectory(tmp_path)) == {}
+    assert clock.now - began == pytest.approx(seconds, abs=0.11)
