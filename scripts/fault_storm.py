@@ -11,18 +11,15 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
-
-from fault_times import percentiles  # noqa: E402
-from same_run import differences  # noqa: E402
-from struck_run import (  # noqa: E402
+from fault_times import percentiles
+from same_run import differences
+from struck_run import (
     ENDLESS,
     FEWEST_STEPS,
     KINDS,
@@ -33,11 +30,11 @@ from struck_run import (  # noqa: E402
     StruckRun,
     StruckRunError,
 )
-from training import train_tiny  # noqa: E402
+from training import train_tiny
 
-from megalaunch.format.table import table_lines  # noqa: E402
-from megalaunch.rundir.jsonl import read_lines  # noqa: E402
-from megalaunch.rundir.paths import RunDirectory  # noqa: E402
+from megalaunch.format.table import table_lines
+from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.paths import RunDirectory
 
 HANGS = 1 / 16  # the share of stopped ranks, each of which takes 12 seconds to be found
 MAY_BE_EARLY = ("worker_killed", "agent_killed", "launcher_killed", "preempted")

@@ -20,6 +20,7 @@ from statistics import quantiles
 from xml.etree import ElementTree
 
 import yaml
+from struck_run import FEWEST_STEPS, MOST_STEPS, RANKS, Strike, StruckRun
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "scripts" / "fault_times.yaml"
@@ -76,8 +77,6 @@ def measure_strikes(kinds: Mapping[str, str], count: int) -> dict[str, Times]:
         kinds: the kind of the storm's strike, by the name of the fault.
         count: strikes of each kind.
     """
-    from struck_run import FEWEST_STEPS, MOST_STEPS, RANKS, Strike, StruckRun
-
     source, load = random.Random(count), os.getloadavg()[0]
     names = [name for name in kinds for _ in range(count)]
     source.shuffle(names)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import yaml
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "support")]
 
 from fault_times import Times, keep_times, measure_strikes, measure_test, measured_where, read_times  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- scripts/faults --table -->\n", "<!-- end of the table -->\n"
 LIMIT = 900  # seconds for the tests of one fault
