@@ -10,6 +10,8 @@ import pytest
 
 pytest_plugins = ["failures", "forked_ranks", "huge_pages", "proofs", "skipped", "txda_device", "warm_process"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of our own."""
@@ -48,6 +50,10 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown() -> None:
-    """Fail a test that leaves signals blocked: the programs that later tests start would never receive them."""
-    if left := signal.pthread_sigmask(signal.SIG_SETMASK, ()):
-        pytest.fail(f"the test leaves signals blocked: {', '.join(signal.Signals(number).name for number in left)}")
+    """Fail a test that leaves signals blocked or ignored: programs that later tests start would not receive them."""
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ignored = {number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    if left := {signal.Signals(number).name for number in blocked | ignored}:
+        pytest.fail(f"the test leaves signals blocked or ignored: {', '.join(sorted(left))}")
