@@ -126,12 +126,16 @@ def measured_where(times: Iterable[Times]) -> str:
     cores, dates = sorted({each.cores for each in found}), sorted({each.date for each in found})
     loads = [each.load for each in found]
     on = " or ".join(map(str, cores))
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    when = _span(dates)
     counts = sorted({len(taken) for each in found for taken in each.seconds.values()})
     return (
         f"Measured with recipe=tiny on {on} cores, {when}, at a load average of {min(loads):.0f} to {max(loads):.0f}, "
-        f"{counts[0]} to {counts[-1]} times each."
+        f"{_span(counts)} times each."
     )
+
+
+def _span(values: Sequence[object]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
 def _taken_here(load: float, seconds: Mapping[str, Sequence[float]]) -> Times:
