@@ -184,6 +184,17 @@ REFUSED = [
         "error: launcher.kubernetes.environm",
     ),
     (("--shards", 2, "launcher=ssh"), 2, "error: launcher.ssh.hosts has no hosts\nfix:  give them: "),
+    (
+        ("--shards", 2, "launcher=ssh", "launcher.ssh.hosts=['-oProxyCommand=x']"),
+        2,
+        "error: launcher.ssh.hosts  [config.schema]\n  '-oProxyCommand=x' is not a host or USER@HOST; ",
+    ),
+    (("--shards", 2, "launcher=slurm", "launcher.slurm.time=4h"), 2, "error: launcher.slurm.time "),
+    (
+        ("--shards", 2, "launcher=ray", "launcher.ray.environment=['HF_TOKEN=a']"),
+        2,
+        "error: launcher.ray.environment  [config.schema]\n  HF_TOKEN=... is no name of a variable: ",
+    ),
     (("--shards", 2, "--shard", 1, "--merge"), 2, "--shard and --merge are two tasks; give one of them."),
     (("--shards", 2, "--resume"), 2, "--resume is not needed with --shards: "),
 ]

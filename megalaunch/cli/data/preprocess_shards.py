@@ -137,16 +137,13 @@ class Sharded:
         from megalaunch.config.compose import compose_launcher
         from megalaunch.config.errors import ConfigError
         from megalaunch.plan.report import problems_text
+        from megalaunch.plan.rules.launcher_forms import wrong_launcher_settings
         from megalaunch.schema.build import SpecProblem
 
         try:
             settings = compose_launcher(self.launcher)
-            if settings.name == "kubernetes":
-                from megalaunch.plan.rules.kubernetes import secret_values, wrong_forms
-
-                found = (*wrong_forms(settings.kubernetes), *secret_values(settings.kubernetes))
-                if found:
-                    raise ConfigError([SpecProblem(violation.path, violation.message) for violation in found])
+            if found := list(wrong_launcher_settings(settings)):
+                raise ConfigError([SpecProblem(violation.path, violation.message) for violation in found])
             return settings
         except ConfigError as error:
             refuse(problems_text(error.problems))

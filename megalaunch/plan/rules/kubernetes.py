@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.rules.secret_values import is_secret_name
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.kubernetes import device_resource
 from megalaunch.schema.kubernetes import KubernetesSpec
@@ -28,7 +29,6 @@ _FORMS = {
 }
 _QUANTITIES = ("cpu", "memory", "shm")
 _NAMES = ("service_account", "priority_class", "queue")
-_SECRET = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY")
 
 
 def _kubernetes(at: RuleContext) -> KubernetesSpec | None:
@@ -112,7 +112,7 @@ def secret_values(settings: KubernetesSpec) -> Iterator[Violation]:
     """Yield each variable of the section that looks like a secret."""
     for variable in settings.environment:
         name = variable.partition("=")[0]
-        if _SECRET.search(name.upper()):
+        if is_secret_name(name):
             kept = tuple(other for other in settings.environment if other != variable)
             yield Violation(
                 "launcher.kubernetes.environment",

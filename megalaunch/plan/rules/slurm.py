@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.rules.secret_values import is_secret_name
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema.slurm import SlurmSpec
 
@@ -34,7 +35,13 @@ def _slurm(at: RuleContext) -> SlurmSpec | None:
 def slurm_time(at: RuleContext) -> Iterator[Violation]:
     """Slurm reads 10 as minutes and 4:00 as minutes and seconds; it refuses what has another form."""
     slurm = _slurm(at)
-    if slurm is not None and slurm.time is not None and not _TIME.fullmatch(slurm.time):
+    if slurm is not None:
+        yield from wrong_time(slurm)
+
+
+def wrong_time(slurm: SlurmSpec) -> Iterator[Violation]:
+    """Yield the time of the section, if it has not the form of one."""
+    if slurm.time is not None and not _TIME.fullmatch(slurm.time):
         yield Violation(
             "launcher.slurm.time",
             f"{slurm.time!r} is not a time of Slurm (MM:SS, HH:MM:SS, D-HH[:MM[:SS]])",
@@ -94,16 +101,35 @@ def slurm_gres(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("launcher.slurm_extra", "launcher.slurm.extra has options that the job does not have already.")
+@rule("launcher.slurm_extra", "launcher.slurm.extra has options that the job does not have already, and no secret.")
 def slurm_extra(at: RuleContext) -> Iterator[Violation]:
     """An option that is given twice would win over the key of the same name, and the plan would not know."""
     slurm = _slurm(at)
-    for option in slurm.extra if slurm is not None else ():
+    if slurm is not None:
+        yield from wrong_extra(slurm)
+
+
+def wrong_extra(slurm: SlurmSpec) -> Iterator[Violation]:
+    """Yield each option of the section that has not the form of one, that the launcher writes, or with a secret."""
+    for option in slurm.extra:
         found = _OPTION.fullmatch(option)
-        if found is None or found["name"] in _WRITTEN:
-            reason = "is not --OPTION or --OPTION=VALUE" if found is None else "is an option that the launcher writes"
-            kept = tuple(other for other in slurm.extra if other != option) if slurm is not None else ()
-            yield Violation("launcher.slurm.extra", f"{option!r} {reason}", fixes=({"launcher.slurm.extra": kept},))
+        exported = (option.removeprefix("--export=") if option.startswith("--export=") else "").split(",")
+        secrets = [
+            name for name, equals, _ in (one.partition("=") for one in exported) if equals and is_secret_name(name)
+        ]
+        if found is None:
+            message = f"{option!r} is not --OPTION or --OPTION=VALUE"
+        elif found["name"] in _WRITTEN:
+            message = f"{option!r} is an option that the launcher writes"
+        elif secrets:
+            message = (
+                f"--export has the value of {secrets[0]}, which the script would show: export it in the shell, whose "
+                "environment the job gets"
+            )
+        else:
+            continue
+        kept = tuple(other for other in slurm.extra if other != option)
+        yield Violation("launcher.slurm.extra", message, fixes=({"launcher.slurm.extra": kept},))
 
 
 @rule("launcher.slurm_spare_nodes", "A run with launcher.slurm.spare_nodes can start again on them.")

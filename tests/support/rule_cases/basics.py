@@ -30,6 +30,9 @@ CASES = {
     "cluster.devices": Case("platform=h100_nvl", "platform=h100_nvl cluster.devices_per_node=2"),
     "cluster.cores": Case("parallel=dp9 batch.global_batch_size=36", "parallel=dp8 batch.global_batch_size=32"),
     "run.local_paths": Case("data.corpus=https://a.example/b.txt", "data.corpus=https:/a.example/b.txt"),
+    "run.secret_values": Case(
+        "logging.tracker_project=hf_EXAMPLEexampleEXAMPLEexampleEXAMPLE", "logging.tracker_project=hf_example"
+    ),
     "run.name": Case("run.name=a/b", "run.name=a-b_c.1"),
     "launcher.ft_launcher": Case("launcher.enable_ft_package=true", "launcher.enable_ft_package=false"),
     "launcher.multi_node": Case("cluster.nodes=2", "cluster.nodes=1", (*TINY, "batch.global_batch_size=16"), "train"),

@@ -15,6 +15,11 @@ CASES = {
     "launcher.ssh_hosts": Case(
         "launcher.ssh.hosts=[a]", "launcher.ssh.hosts=[a,me@b,spare]", (*TINY, "launcher=ssh", "cluster.nodes=2")
     ),
+    "launcher.copied_names": Case(
+        "launcher.ssh.environment=['HF_TOKEN=abc']",
+        "launcher.ssh.environment=[HF_TOKEN]",
+        (*TINY, "launcher=ssh", "launcher.ssh.hosts=[a]", "cluster.nodes=1"),
+    ),
     "launcher.ssh_replace_stragglers": Case(
         "launcher.ssh.hosts=[a,b]",
         "launcher.ssh.hosts=[a,b,c]",
