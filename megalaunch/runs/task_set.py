@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -22,7 +23,7 @@ from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record
 from megalaunch.launchers.select_launcher import select_launcher, select_task_launcher
 from megalaunch.launchers.tasks import FailedTask, TaskRunner, TaskScheduler, TaskSet
-from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.errors import fail, refuse
 from megalaunch.schema.launcher import LauncherSpec
@@ -85,6 +86,8 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
     launcher = check_task_launcher(tasks.settings, detach)
     try:
         _refuse_second_job(tasks, launcher)
+        with contextlib.suppress(OSError):
+            RunDirectory(tasks.directory).outcome.unlink()  # of an earlier command
         if launcher.attached:
             return _run_attached(tasks, launcher, detach, progress, note)
         record = launcher.submit(tasks)
@@ -99,18 +102,35 @@ def run_tasks(tasks: TaskSet, detach: bool, progress: TaskProgress, note: Callab
     _show_to_the_end(tasks, record, progress)
 
 
+def record_end(directory: Path, code: int, reason: str) -> None:
+    """Write the outcome of a command with tasks, for `megalaunch status`, where their launcher has its record.
+
+    Args:
+        directory: of records and logs.
+    """
+    run = RunDirectory(directory)
+    if run.job.exists():
+        with contextlib.suppress(OSError):
+            write_outcome(run.outcome, Outcome(int(code), reason, 0))
+
+
 def _run_attached(
     tasks: TaskSet, launcher: TaskRunner, detach: bool, progress: TaskProgress, note: Callable[[str], None]
 ) -> FailedTask | None:
     """Run tasks that end with this process: it waits for their end after a stop signal too. Raises LauncherError."""
     background = continue_in_background() if detach else None
+    continues = f"finished {progress.kind}s are kept; the same command continues"
     try:
         with StopSignals():
             failed = launcher.run(tasks, note, partial(_say_started, tasks, background))
     except StopBeforeLaunch as stopped:
-        refuse(f"interrupted; finished {progress.kind}s are kept; the same command continues", stopped.exit_code)
-    if failed is not None and failed.log is not None:
-        _print_log(failed.log)
+        reason = f"interrupted; {continues}"
+        record_end(tasks.directory, stopped.exit_code, reason)
+        refuse(reason, stopped.exit_code)
+    if failed is not None:
+        record_end(tasks.directory, failed.exit_code, f"{progress.kind} {failed.number} failed; {continues}")
+        if failed.log is not None:
+            _print_log(failed.log)
     return failed
 
 

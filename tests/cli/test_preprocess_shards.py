@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from slow_cases import slow_but
 from token_files import sentences, small_tokenizer, write_jsonl
+from typer.testing import CliRunner
 from warm_process import MEGALAUNCH
 
+from megalaunch.cli.app import app
+from megalaunch.launchers.record import JobRecord, write_record
 from megalaunch.process import descendants, is_alive
+from megalaunch.rundir.paths import RunDirectory
 
 _PODS = ("launcher=kubernetes", "launcher.kubernetes.image=me/image:1")
 _NO_COUNT = "--shard, --merge, --dry-run, --detach and launcher= need the number of all shards: give --shards N too."
@@ -61,6 +65,19 @@ def test_all_shards_here_say_what_they_did(tmp_path, options):
     assert lines[5] == f"{tmp_path}/out_text_document.bin, .idx; report: {tmp_path}/out_text_document.json"
     assert files(tmp_path / "out") == files(tmp_path / "alone")
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_last_command_tells_status_how_the_job_ended(tmp_path, options):
+    """As the final job of Slurm, whose record is in the folder of the job."""
+    write_jsonl(tmp_path / "in.jsonl", sentences(20))
+    directory = RunDirectory(tmp_path / "out_job")
+    directory.root.mkdir()
+    write_record(directory.job, JobRecord("ssh", 1, "preprocess-out", 2, 0.0, "elsewhere", "", started=1, tasks=2))
+    assert run(*options, tmp_path / "out", "--shards", 2)[0] == 0
+    shown = CliRunner().invoke(app, ["status", str(directory.root)])
+    assert "  outcome  2 shards verified and merged (exit code 0)\n" in shown.output
+    listed = CliRunner().invoke(app, ["list", str(tmp_path)])
+    assert re.search(r"\n  out_job +ssh +1 +2 tasks +1970-01-01 \d\d:\d\d +- +", listed.output)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from megalaunch.data.preprocess.settings import Settings
 from megalaunch.launchers.tasks import TaskSet
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.runs.errors import refuse
-from megalaunch.runs.task_set import TaskProgress, check_task_launcher, print_task_manifest, run_tasks
+from megalaunch.runs.task_set import TaskProgress, check_task_launcher, print_task_manifest, record_end, run_tasks
 from megalaunch.schema.launcher import LauncherSpec
 
 _CONTINUES = "finished shards are kept; the same command continues"
@@ -74,6 +74,10 @@ class Sharded:
             _refuse(f"{what} need the number of all shards: give --shards N too.")
         return self.given
 
+    @property
+    def _merged(self) -> str:
+        return f"{self._count} shard{'s' if self._count != 1 else ''} verified and merged"
+
     def _is_complete(self) -> bool:
         """Return whether the files of all shards are merged; parts that are there belong to a run that may go on."""
         if self.prefix.with_name(f".{self.prefix.name}.shards").exists():
@@ -102,7 +106,7 @@ class Sharded:
             from megalaunch.data.preprocess.shards.write import merge_shards
 
             result = merge_shards(self.inputs, self.prefix, self.settings, self._count)
-        typer.echo(f"{self._count} shards verified and merged\n{summary(result)}")
+        typer.echo(f"{self._merged}\n{summary(result)}")
 
     def _run_all(self, dry_run: bool, detach: bool) -> None:
         settings = self._launcher_settings()
@@ -130,6 +134,7 @@ class Sharded:
             text = f"shard {failed.number} of {self._count} failed (exit code {code}); {_CONTINUES}. Alone: {command}"
             refuse(text, ExitCode(code) if code in set(ExitCode) else ExitCode.CRASH)
         self._merge()
+        record_end(tasks.directory, ExitCode.DONE, self._merged)
 
     def _launcher_settings(self) -> LauncherSpec:
         if not self.launcher:

@@ -28,7 +28,9 @@ def status_lines(job: RunJob) -> Iterator[str]:
     record, outcome = job.record, read_outcome(job.directory.outcome)
     yield display_path(job.directory.root)
     if record is not None:
-        yield _line("job", f"{record.id} of {record.launcher}, {_size(record)}, submitted {_time(record.submitted)}")
+        final = f", then job {record.final}" if record.tasks and record.final not in (0, record.id) else ""
+        size = f"{_size(record)}{final}"
+        yield _line("job", f"{record.id} of {record.launcher}, {size}, submitted {_time(record.submitted)}")
     yield _line("state", str(job.status))
     if record is not None and job.status.phase == "running" and (nodes := _fewer_nodes(job.directory, record)):
         yield _line("nodes", nodes)
@@ -48,9 +50,11 @@ def list_lines(folder: Path, jobs: Sequence[RunJob]) -> Iterator[str]:
         record = job.record
         submitted = ("-",) * 4
         if record is not None:
-            submitted = (record.launcher, str(record.id), str(record.nodes), _time(record.submitted))
+            size = _size(record) if record.is_task_set else str(record.nodes)
+            submitted = (record.launcher, str(record.id), size, _time(record.submitted))
         name = str(job.directory.root.relative_to(folder))
-        rows.append((name, *submitted, str(_figures(job).step), str(job.status)))
+        step = "-" if record is not None and record.is_task_set else str(_figures(job).step)
+        rows.append((name, *submitted, step, str(job.status)))
     if jobs:
         yield from table_lines(rows, right=(2, 3, 5))
 
@@ -91,8 +95,7 @@ def _fewer_nodes(directory: RunDirectory, record: JobRecord) -> str:
 
 def _size(record: JobRecord) -> str:
     if record.is_task_set:
-        final = f", then job {record.final}" if record.tasks and record.final not in (0, record.id) else ""
-        return f"{record.tasks} task{'s' if record.tasks != 1 else ''}{final}"
+        return f"{record.tasks} task{'s' if record.tasks != 1 else ''}"
     return f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
 
 

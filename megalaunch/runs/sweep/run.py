@@ -34,6 +34,7 @@ from megalaunch.runs.sweep.plugin_trials import names_plugin, run_by_plugin
 from megalaunch.runs.sweep.report import counts, results_json, results_text
 from megalaunch.runs.sweep.results import TrialResult, draw_results, is_due, rank_results, read_result, write_results
 from megalaunch.runs.sweep.task_set import run_trials_elsewhere
+from megalaunch.runs.task_set import record_end
 
 if TYPE_CHECKING:
     from megalaunch.runs.sweep.sampling import TreeSampler
@@ -63,15 +64,17 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
     files = _write(planned, results)
     typer.echo(results_json(planned, results, files) if as_json else results_text(planned, results, files))
     if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
-        typer.echo("stopped; run the same command to continue the sweep", err=True)
+        reason = "stopped; run the same command to continue the sweep"
+        record_end(folder.root, code, reason)
+        typer.echo(reason, err=True)
         return code
-    if rank_results(results, request.metric):
+    if ranked := rank_results(results, request.metric):
+        record_end(folder.root, ExitCode.DONE, f"{len(ranked)} of {len(results)} trials ranked by {request.metric}")
         return ExitCode.DONE
-    typer.echo(
-        f"error: no trial could be ranked; see the logs in the run directories below {display_path(folder.root)}",
-        err=True,
-    )
+    reason = f"no trial could be ranked; see the logs in the run directories below {display_path(folder.root)}"
+    typer.echo(f"error: {reason}", err=True)
     failed = next((r.exit_code for r in results if r.exit_code in list(ExitCode) and r.exit_code), ExitCode.CRASH)
+    record_end(folder.root, failed, reason)
     return ExitCode(failed)
 
 
