@@ -59,12 +59,17 @@ class Checkpointer:
         is_async = spec.checkpoint.async_save and spec.checkpoint.interval > 0
         self.background = BackgroundSave(record, is_async or spec.checkpoint.local.interval > 0)
 
-    def save(self, position: TrainProgress) -> None:
-        """Save synchronously. Raises CheckpointError or a RunEnd, the same on all ranks."""
+    def save(self, position: TrainProgress) -> bool:
+        """Save synchronously; return False if this step is already saved.
+
+        Raises CheckpointError or a RunEnd, the same on all ranks.
+        """
         started = time.perf_counter()
-        if self._begin(position):
-            self._record.phase("saving", position.step)
-            self._write(position, state_tensors(self._model, self._optimizer), started)
+        if not self._begin(position):
+            return False
+        self._record.phase("saving", position.step)
+        self._write(position, state_tensors(self._model, self._optimizer), started)
+        return True
 
     def save_async(self, position: TrainProgress) -> None:
         """Copy the state to host memory and write it on a background thread; return when the copy is done.
@@ -73,7 +78,8 @@ class Checkpointer:
         Without `checkpoint.async_save` this is `save`.
         """
         if not self._spec.checkpoint.async_save:
-            self.save(position)
+            if self.save(position):
+                self._record.phase("training", position.step)
             return
         started = time.perf_counter()
         if self._begin(position):

@@ -304,3 +304,13 @@ def test_rows_beyond_the_vocabulary_that_a_run_began_with_are_padding(spec, tmp_
     plain, spoiled = begin(tmp_path / "plain", None, 61), begin(tmp_path / "spoiled", 3.0, 61)
     assert [line.get("loss") for line in spoiled] == [line.get("loss") for line in plain]
     assert begin(tmp_path / "counted", 3.0, 64)[0]["loss"] > plain[0]["loss"]
+
+
+def test_training_is_the_phase_again_after_a_save(spec, tmp_path):
+    """The time line, spans and trackers count what follows a phase to it, up to the next one."""
+    run(with_values(spec, {"checkpoint.interval": 4, "checkpoint.async_save": False}), tmp_path / "run")
+    phases = [(event["phase"], event["step"]) for event in events(tmp_path / "run", "phase")]
+    validated = {step: [("validating", step), ("training", step)] for step in (3, 6, 9, 10)}
+    saved = {step: [("saving", step), ("training", step)] for step in (4, 8)}
+    expected = [("training", 0), *validated[3], *saved[4], *validated[6], *saved[8], *validated[9], *validated[10]]
+    assert phases[-len(expected) - 2 :] == [*expected, ("saving", 10), ("ending", 10)]
