@@ -85,7 +85,9 @@ def test_other_machines_need_the_token_of_the_run(tmp_path):
     record_event(directory, "launch", overrides=[], workers=1, command=[])
     resumed = feeding.Feed("prometheus_endpoint", directory)  # the configuration of Prometheus names the same token
     resumed.send_new()
-    assert scrape(port, token)[1] == ""
+    assert parsed(scrape(port, token)[1]).keys() == {
+        f"megalaunch_{name}" for name in ("run_restarts", "step", "updated")
+    }
     resumed.finish()
 
 
@@ -117,7 +119,7 @@ def test_a_run_is_scraped_while_it_trains_and_holds_what_the_textfile_holds(tmp_
     overrides = ("train.steps=150", f"logging.prometheus_port={port}", f"logging.prometheus_textfile={textfile}")
     with training(tmp_path, *overrides) as process:
         wait_until(lambda: events_of(run, "note") if run.events.exists() else [], 60)
-        wait_until(lambda: "megalaunch_step{" in scrape(port)[1], 120)
+        wait_until(lambda: "megalaunch_train_loss{" in scrape(port)[1], 120)
         kind, text = scrape(port)
         figures = parsed(text)
         assert kind == "text/plain; version=0.0.4; charset=utf-8"

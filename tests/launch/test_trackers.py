@@ -101,6 +101,21 @@ def test_a_failure_is_one_warning_and_nothing_is_lost_or_sent_twice(tmp_path, fa
     assert fake.got[-1] == (5, {"run/restarts": 2.0})
 
 
+def test_the_time_of_a_phase_is_sent_once_it_has_ended(tmp_path, fake):
+    directory = directory_of(tmp_path / "run")
+    directory.trackers.mkdir()
+    record_event(directory, "phase", phase="building")
+    first = feeding.Feed("wandb", directory)
+    first.finish()
+    assert fake.got == []
+    record_event(directory, "phase", phase="training")
+    later = feeding.Feed("wandb", directory)  # the next launch knows the phase that was sent
+    later.finish()
+    ((step, figures),) = fake.got
+    assert (step, [*figures]) == (0, ["time/building_seconds"])
+    assert 0 <= figures["time/building_seconds"] < 60
+
+
 def test_losses_of_named_sets_and_scores_of_tasks_are_sent(tmp_path, fake):
     directory = directory_of(tmp_path / "run")
     directory.trackers.mkdir()
@@ -124,9 +139,20 @@ def test_the_figures_of_a_step():
         "moe/load_max/1": 2.0,
         "speed/mfu": 0.25,
     }
+
+
+def test_the_figures_of_an_event():
     saved = {"event": "checkpoint", "seconds": 2, "waited_seconds": 0.5}
-    assert event_figures(saved, 0) == {"time/checkpoint_seconds": 2.0, "time/waited_for_checkpoint_seconds": 0.5}
-    assert event_figures({"event": "phase"}, 0) == {}
+    assert event_figures(saved, 0, None) == {"time/checkpoint_seconds": 2.0, "time/waited_for_checkpoint_seconds": 0.5}
+    assert event_figures({"event": "launch"}, 2, None) == {"run/restarts": 2.0}  # known before the first restart
+    assert event_figures({"event": "note"}, 2, None) == {}
+    looking, training = ({"phase": phase, "time": 10.0} for phase in ("looking for checkpoints", "training"))
+    for event in ("phase", "restart", "outcome"):
+        ended = event_figures({"event": event, "time": 12.5}, 0, looking)
+        assert ended.pop("time/looking_for_checkpoints_seconds") == 2.5
+        assert ended == ({"run/restarts": 0.0} if event == "restart" else {})
+    assert event_figures({"event": "checkpoint", "time": 12.5}, 0, looking) == {}
+    assert event_figures({"event": "phase", "time": 12.5}, 0, training) == {}  # each of its steps has its time
 
 
 def test_a_prometheus_textfile_is_replaced_whole(tmp_path):

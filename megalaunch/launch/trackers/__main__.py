@@ -19,7 +19,7 @@ from pathlib import Path
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.trackers.backends import open_tracker
-from megalaunch.launch.trackers.figures import event_figures, step_figures
+from megalaunch.launch.trackers.figures import event_figures, phase_after, step_figures
 from megalaunch.launch.trackers.process import END
 from megalaunch.launch.trackers.tracker import Tracker, TrackerError
 from megalaunch.rundir.events import record_event
@@ -53,6 +53,7 @@ class Feed:
         self._metrics, self._events = JsonlTail(directory.metrics), JsonlTail(directory.events)
         self._waiting: list[tuple[str, Record]] = []
         self._step, self._events_read, self._restarts = self._sent["step"], 0, 0
+        self._phase: Record | None = None
         self._pause, self._retry_at, self._told = FIRST_PAUSE, 0.0, False
 
     def send_new(self, last: bool = False) -> None:
@@ -102,13 +103,14 @@ class Feed:
                 new.append(("event", record))
             else:
                 self._restarts += record.get("event") == "restart"
+                self._phase = phase_after(record, self._phase)
         self._waiting += sorted(new, key=lambda each: float(each[1].get("time", 0.0)))
 
     def _send(self, tracker: Tracker, kind: str, record: Record) -> None:
         step = int(record["step"]) if kind != "event" else self._step
         if kind == "event":
             restarts = self._restarts + (record.get("event") == "restart")
-            figures = event_figures(record, restarts)
+            figures = event_figures(record, restarts, self._phase)
         else:
             figures = step_figures(record, self._spec, self._scale)
             self._step = max(self._step, step)
@@ -117,6 +119,7 @@ class Feed:
         if kind == "event":
             tracker.log_event(record)
             self._restarts, self._events_sent = restarts, self._events_sent + 1
+            self._phase = phase_after(record, self._phase)
         else:
             self._sent[kind] = max(self._sent[kind], step)
 

@@ -25,6 +25,8 @@ _NAMES = {
 }
 """Figures by the key of a metrics record; those of validations, tasks, `moe_...` and `mtp_...` are named after it."""
 
+_ENDS_A_PHASE = ("phase", "launch", "restart", "outcome")
+
 
 def step_figures(record: Record, spec: RunSpec, scale: ThroughputBasis) -> dict[str, float]:
     """Return the figures of a metrics record: numbers that are finite; MFU where the chip's peak is known."""
@@ -45,16 +47,33 @@ def step_figures(record: Record, spec: RunSpec, scale: ThroughputBasis) -> dict[
     return figures
 
 
-def event_figures(record: Record, restarts: int) -> dict[str, float]:
-    """Return the figures of an event; `restarts` is the number of restarts up to it."""
-    match record.get("event"):
-        case "restart":
-            return {"run/restarts": float(restarts)}
-        case "checkpoint":
-            seconds = {"time/checkpoint_seconds": record.get("seconds"), "time/waited_for_checkpoint_seconds": None}
-            seconds["time/waited_for_checkpoint_seconds"] = record.get("waited_seconds")
-            return {name: float(value) for name, value in seconds.items() if isinstance(value, (int, float))}
-    return {}
+def event_figures(record: Record, restarts: int, phase: Record | None) -> dict[str, float]:
+    """Return the figures of an event.
+
+    Args:
+        restarts: number of restarts up to it.
+        phase: the event that began the phase in which it is; None: it is in none.
+    """
+    figures: dict[str, float] = {}
+    event = record.get("event")
+    if event in ("launch", "restart"):
+        figures["run/restarts"] = float(restarts)
+    if event == "checkpoint":
+        seconds = {"time/checkpoint_seconds": record.get("seconds"), "time/waited_for_checkpoint_seconds": None}
+        seconds["time/waited_for_checkpoint_seconds"] = record.get("waited_seconds")
+        figures |= {name: float(value) for name, value in seconds.items() if isinstance(value, (int, float))}
+    if event in _ENDS_A_PHASE and phase is not None and phase["phase"] != "training":  # whose steps have their times
+        figures[f"time/{str(phase['phase']).replace(' ', '_')}_seconds"] = number(record, "time") - number(
+            phase, "time"
+        )
+    return figures
+
+
+def phase_after(record: Record, phase: Record | None) -> Record | None:
+    """Return the event that began the phase after an event, from that of the phase in which it is."""
+    if record.get("event") == "phase":
+        return record
+    return None if record.get("event") in _ENDS_A_PHASE else phase
 
 
 def _by_layer(name: str, value: object) -> Iterator[tuple[str, float]]:
