@@ -104,6 +104,14 @@ def test_a_jobset_tells_preemption_from_failure_by_the_message_of_its_job(messag
     assert jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
 
 
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_a_manifest_says_everything_where_it_stands(kind):
+    """Anchors of YAML (&id001) are right for kubectl, and a riddle for people."""
+    text = manifest_text(job_of(**{**FULL, "kind": kind}), "llama-1")
+    assert "kind: " in text
+    assert not re.search(r"[&*]id\d+", text)
+
+
 def test_a_trainjob_leaves_the_rendezvous_to_its_runtime():
     (trainjob,) = manifest(job_of(**{**FULL, "kind": "trainjob"}), "llama-1")
     trainer = trainjob["spec"]["trainer"]

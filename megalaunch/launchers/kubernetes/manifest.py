@@ -149,7 +149,7 @@ def _jobset(job: Job, name: str) -> Object:
         "template": {"spec": pod_spec(job, subdomain=None)},
     }
     # The reason of a Job that its policy failed is the same for all rules: its message tells which one it was.
-    by_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    by_policy = "PodFailurePolicy"
     patterns = ["condition DisruptionTarget", rf"exit code {int(ExitCode.PREEMPTED)}\b"]
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
@@ -159,10 +159,10 @@ def _jobset(job: Job, name: str) -> Object:
                 {
                     "name": "preempted",
                     "action": "RestartJobSetAndIgnoreMaxRestarts",
-                    **by_policy,
+                    "onJobFailureReasons": [by_policy],
                     "onJobFailureMessagePatterns": patterns,
                 },
-                {"name": "ended", "action": "FailJobSet", **by_policy},
+                {"name": "ended", "action": "FailJobSet", "onJobFailureReasons": [by_policy]},
             ],
         },
         **_ttl(settings),
