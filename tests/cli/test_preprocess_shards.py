@@ -212,6 +212,7 @@ REFUSED = [
         2,
         "error: launcher.ray.environment  [config.schema]\n  HF_TOKEN=... is no name of a variable: ",
     ),
+    (("--shards", 2, "cluster.nodes=2"), 2, "cluster.nodes=2 is neither an input nor a setting of preprocess, "),
     (("--shards", 2, "--shard", 1, "--merge"), 2, "--shard and --merge are two tasks; give one of them."),
     (("--shards", 2, "--resume"), 2, "--resume is not needed with --shards: "),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, On
 from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
 
 ARGUMENTS = "megalaunch.arguments"  # of this command in the context's `meta`
+_SETTING = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 _SMALL_TOKENIZER = ("--output", "tokenizer.json", "--vocab-size", "512")
 
 
@@ -158,8 +160,7 @@ def run(
         record_bytes=int(max_record_mb * 1e6),
         checkpoint_seconds=checkpoint_every,
     )
-    sources = [word for word in inputs if not is_launcher_word(word)]
-    paths, prefix = local_data(sources), output_prefix.expanduser()
+    paths, prefix = local_data(_sources(inputs)), output_prefix.expanduser()
     words = [word for word in inputs if is_launcher_word(word)]
     if shards is None and shard is None and not (merge or dry_run or detach or words):
         preprocess_whole(paths, prefix, settings, log_interval, overwrite)
@@ -173,6 +174,20 @@ def run(
 def is_launcher_word(word: str) -> bool:
     """Return whether a word is an override of the launcher, as for `train`, and no input."""
     return word.startswith(("launcher=", "launcher."))
+
+
+def _sources(words: Sequence[str]) -> list[str]:
+    """Return the inputs among the words; end the command at a setting of a run, such as cluster.nodes=2."""
+    from megalaunch.runs.errors import refuse
+
+    sources = [word for word in words if not is_launcher_word(word)]
+    for word in sources:
+        if _SETTING.match(word) and not Path(word).exists():
+            refuse(
+                f"{word} is neither an input nor a setting of preprocess, whose settings are those of the launcher: "
+                "launcher=NAME and launcher.KEY=VALUE."
+            )
+    return sources
 
 
 def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
