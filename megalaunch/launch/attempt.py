@@ -28,6 +28,7 @@ from megalaunch.schema import RunSpec
 
 SETTLE_SECONDS = 0.5  # the agent logs a worker's exit code within 0.1 s
 LOST_PEER_SECONDS = 5.0  # time limit of workers after a peer died; the agent alone would give them 30
+_LOST_PEER_IN_JOIN_SECONDS = 1.0  # a worker that waits for the others to join would not see for minutes that one died
 
 
 class Attempt:
@@ -70,7 +71,8 @@ class Attempt:
     def failed(self, now: float) -> Failure | None:
         """Return why the attempt failed, once that is known; None while it runs, or if it ended without failure.
 
-        Workers that still run LOST_PEER_SECONDS after a peer died are killed, after their traces are requested.
+        Workers that still run LOST_PEER_SECONDS after a peer died, or sooner while they join, are killed, after their
+        traces are requested.
         """
         if self.failing_since is None:
             return self._diagnose_hang() if self._hang_detector.is_hung(self.ranks) else None
@@ -81,7 +83,8 @@ class Attempt:
             not self.ranks.alive and (waited > SETTLE_SECONDS or self._all_exit_codes_known)
         ):
             return None if self.agent_code == 0 else self._diagnose()
-        if waited > LOST_PEER_SECONDS and self.ranks.alive:
+        limit = _LOST_PEER_IN_JOIN_SECONDS if self.ranks.are_joining else LOST_PEER_SECONDS
+        if waited > limit and self.ranks.alive:
             request_traces(self.ranks.alive, self._directory)
             for rank in self.ranks.alive:
                 rank.outlived_peer = True

@@ -79,6 +79,28 @@ def test_a_killed_worker(tmp_path, shared, undisturbed, rank, step):
 
 
 @pytest.mark.timed
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_the_ranks_start_is_known_at_once(tmp_path, shared):
+    """The other rank waits for it, and would see nothing for minutes."""
+    directory = RunDirectory(tmp_path / "run")
+    with training(tmp_path, f"train.steps={STEPS}", shared=shared) as process:
+        pid = wait_until(lambda: joining(directory, rank=1), 60)
+        os.kill(pid, signal.SIGKILL)
+        struck = time.time()
+        _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (0, "")
+    (restart,) = events_of(directory, "restart")
+    assert "rank 1" in restart["reason"]
+    assert restart["time"] - struck < 4  # 1 s, for what the other rank may have to say
+
+
+def joining(directory: RunDirectory, rank: int) -> int | None:
+    """The pid of a rank that loads torch, or waits for the others."""
+    progress = read_progress(directory.progress(rank))
+    return progress.pid if progress and progress.phase in ("loading torch", "joining") else None
+
+
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )

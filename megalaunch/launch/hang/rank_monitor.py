@@ -11,10 +11,9 @@ from megalaunch.rundir.progress import Progress, read_progress
 from megalaunch.rundir.worker_failure import rank_label
 
 STEPPING = "step"  # the phase in which workers compute optimizer steps
+_JOINING = frozenset(("starting", "loading torch", "joining"))  # until the ranks are connected
 # The phases from a worker's start to its first step.
-STARTING = frozenset(
-    ("starting", "loading torch", "joining", "building", "looking for checkpoints", "checking checkpoints", "loading")
-)
+STARTING = _JOINING | {"building", "looking for checkpoints", "checking checkpoints", "loading"}
 
 
 @dataclass
@@ -106,6 +105,11 @@ class RankMonitor:
         if rank.process is None or not is_alive(rank.process):
             rank.ended = True
             rank.return_code = return_code(rank.process) if rank.process else None
+
+    @property
+    def are_joining(self) -> bool:
+        """True while any rank of this machine, or any other that is known, is not connected to the others."""
+        return len(self.local) < len(self._local) or any(rank.progress.phase in _JOINING for rank in self.alive)
 
     @property
     def are_starting(self) -> bool:
