@@ -23,8 +23,8 @@ from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
 from megalaunch.plan.memory.checkpoint_sizes import host_checkpoint_bytes
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.host_states import host_bytes_per_node
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.model_states import GATHERED_LAYERS
 from megalaunch.plan.memory.offloaded_activations import offloaded_bytes_per_node
 from megalaunch.plan.memory.param_bytes import main_param_bytes

@@ -175,7 +175,7 @@ def test_more_recomputation_keeps_less(llama):
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves(llama):
-    few = _with(llama, model__vocab_size=1024)  # the peak is in a layer, not in the head
+    few = _with(llama, model__vocab_size=1024, model__ffn_hidden_size=28672)  # the peak is in a layer, not in the head
     tp4, sp = _with(few, parallel__tp=4), _with(few, parallel__tp=4, parallel__sequence_parallel=True)
     one, four = predict_memory(few).activations, predict_memory(sp).activations
     assert four == pytest.approx(one / 4)

@@ -16,7 +16,7 @@ from megalaunch.plan.cost.communication import CommTime, Interconnect, context_p
 from megalaunch.plan.cost.constants import HOST_LAUNCH, HOST_LINK
 from megalaunch.plan.cost.stacks import ENGINE_EAGER, ENGINE_WITHOUT_TRITON, Stack, describe_kernels, engine_stack
 from megalaunch.plan.flops import step_flops
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups
 from megalaunch.plan.memory.profiles import profile_for
 from megalaunch.plan.memory.saved_activations import saved_bytes
 from megalaunch.plan.prediction import predict

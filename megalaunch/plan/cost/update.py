@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.dtypes_and_groups import dtype_bytes
 from megalaunch.plan.memory.model_states import states_per_parameter
 from megalaunch.plan.memory.param_bytes import main_param_bytes, moment_bytes
 from megalaunch.schema import RunSpec

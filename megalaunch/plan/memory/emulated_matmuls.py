@@ -68,10 +68,7 @@ def emulated_peaks(
     """
     if not d.emulates_fp8:
         return
-    whole = d.activation_bytes * d.hidden_size
-    stream = whole / d.sequence_shards
-    # The gradient of the residual stream is that of the output, if nothing lies between them.
-    output_grad = whole if d.sequence_shards > 1 or d.post_norm or d.dropout_mask_bytes else 0.0
+    stream, output_grad = d.stream_gradient_bytes, d.output_gradient_bytes
     width = d.shared_ffn_width if d.experts else d.ffn_width
     if width:
         down = _linear(d, width, d.hidden_size)

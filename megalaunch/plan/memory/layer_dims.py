@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
-from megalaunch.plan.attention_choice import RUN_BACKENDS, TakenBackend, computes_scores, taken_backends
+from megalaunch.plan.attention_choice import RUN_BACKENDS, computes_scores
 from megalaunch.plan.expert_rows import ExpertRows
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.attention_widths import attention_widths, local_heads_and_groups
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.input_copies import InputCopies
 from megalaunch.plan.memory.profiles import MemoryProfile
-from megalaunch.plan.topology import most_common_cp_comm_type
-from megalaunch.schema import RunSpec
 from megalaunch.schema.model import GATED, ModelSpec
 from megalaunch.schema.moe import RouterDtype
-from megalaunch.schema.parallel import ContextCommType
-from megalaunch.schema.recompute import RecomputeModule
 
 _ROUTER_BYTES: Mapping[RouterDtype, int] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2})
 
@@ -121,73 +118,17 @@ class LayerDims:
         """Bytes per token of the input of a layer's second norm; parallel blocks share that of the first."""
         return 0.0 if self.parallel_residual else self.residual_bytes * self.hidden_size
 
+    @property
+    def stream_gradient_bytes(self) -> float:
+        """Bytes per token of the gradient of the residual stream."""
+        return self.residual_bytes * self.hidden_size / self.sequence_shards
 
-@dataclass(frozen=True)
-class DtypesAndGroups:
-    """Dtypes and parallel degrees: what a layer's memory depends on besides the model.
-
-    `micro_batch_size` is 1 where nothing depends on it, so that layouts share the bytes of a layer. `window_backend` is
-    the attention backend of layers with a sliding window.
-    """
-
-    tp: int
-    etp: int
-    ep: int
-    sequence_parallel: bool
-    compute_dtype: str
-    emulates_fp8: bool
-    fp8_wgrad: bool
-    residual_dtype: str
-    recompute_modules: tuple[RecomputeModule, ...]
-    sequence_length: int
-    micro_batch_size: int
-    cp: int
-    cp_comm_type: ContextCommType
-    reset_attention_mask: bool
-    dynamic_cp: bool
-    moe_load_imbalance: float
-    rows_are_sent: bool
-    attention_backend: TakenBackend
-    window_backend: TakenBackend
-
-    @classmethod
-    def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
-        """Return those of a resolved spec."""
-        p, recompute = spec.parallel, spec.recompute
-        dynamic_cp = p.dynamic_context_parallel and p.cp > 1
-        precision = spec.precision
-        counts_rows = dynamic_cp or spec.model.sliding_window is not None or precision.emulates_fp8
-        backends = taken_backends(spec)
-        return cls(
-            tp=p.tp,
-            etp=p.etp or 1,
-            ep=p.ep,
-            sequence_parallel=bool(p.sequence_parallel),
-            compute_dtype=precision.compute_dtype,
-            emulates_fp8=precision.emulates_fp8,
-            fp8_wgrad=precision.fp8.wgrad,
-            residual_dtype=precision.residual_dtype,
-            recompute_modules=recompute.modules if recompute.granularity == "selective" else (),
-            sequence_length=spec.batch.sequence_length,
-            micro_batch_size=(spec.batch.micro_batch_size or 1) if counts_rows else 1,
-            cp=p.cp,
-            cp_comm_type=most_common_cp_comm_type(p),
-            reset_attention_mask=spec.data.reset_attention_mask,
-            dynamic_cp=dynamic_cp,
-            moe_load_imbalance=p.moe_load_imbalance,
-            rows_are_sent=p.moe_token_dispatcher_type == "alltoall",
-            attention_backend=backends.full,
-            window_backend=backends.of(spec.model.sliding_window),
-        )
-
-    def of_layer(self, kind: Layer) -> DtypesAndGroups:
-        """Return those of a layer, with its attention backend."""
-        return self if kind.window is None else replace(self, attention_backend=self.window_backend)
-
-
-def dtype_bytes(compute_dtype: str) -> int:
-    """Return the bytes of an activation; with fp8 activations have 16 bits."""
-    return 4 if compute_dtype == "fp32" else 2
+    @property
+    def output_gradient_bytes(self) -> float:
+        """Bytes per token of the gradient of a block's output, 0 where it is that of the residual stream."""
+        is_gathered, is_cast = self.sequence_shards > 1, self.residual_bytes != self.activation_bytes
+        is_own = is_gathered or is_cast or self.post_norm or self.dropout_mask_bytes > 0
+        return self.activation_bytes * self.hidden_size if is_own else 0.0
 
 
 def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> LayerDims:
@@ -464,7 +405,8 @@ def _largest_call(model: ModelSpec, dtypes: DtypesAndGroups) -> _Call:
         if computes_scores(model, False, length):
             queries = min(length, tokens)
             return _Call(queries, length, queries / tokens)
-        queries = min(length, tokens, DENSE_MASK_TOKENS)
+        part = length if length <= tokens else length / (2 * dtypes.cp)  # or the first part of one on every rank
+        queries = min(part, DENSE_MASK_TOKENS)
         return _Call(queries, queries, queries / tokens)
     queries = length if dtypes.cp_comm_type == "a2a" else local_length
     return _Call(queries, local_length if _is_ring(dtypes) else length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.dtypes_and_groups import dtype_bytes
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import vocabulary_rows
@@ -54,6 +54,9 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     hidden_bytes = compute_bytes * spec.model.hidden_size
     head_gradients = hidden_bytes * (tokens + vocab_rows)  # the head's two gradients
     gathered = hidden_bytes * tokens if spec.parallel.sequence_parallel else 0.0
+    # Tensor parallelism sums the input's gradient up over ranks, and sequence parallelism gathers the input meanwhile.
+    whole = profile.input_gradient_buffers if spec.parallel.sequence_parallel else 2
+    in_head = max(head_gradients + gathered, whole * hidden_bytes * tokens if topology.tp > 1 else 0.0)
     capped = _softcap_bytes(spec, profile, compute_bytes)
     chunks = count_loss_chunks(spec)
     if chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
@@ -71,7 +74,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
             pending_gradients=head_gradients,
         )
     if profile.fused_loss:
-        return _fused_loss_bytes(spec, topology, compute_bytes * vocab_rows * tokens, head_gradients + gathered)
+        return _fused_loss_bytes(spec, topology, compute_bytes * vocab_rows * tokens, in_head)
     if profile.loss_in_place:
         cast = compute_bytes if compute_bytes < 4 else 0
         logits = (profile.logit_bytes + cast + capped) * vocab_rows * tokens
@@ -81,7 +84,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
         # A last stage without MTP returns its logits and saves them, in the compute dtype; else the loss makes them.
         saved = held if spec.model.mtp.num_layers else logits
         pending = saved if topology.pp > 1 else 0.0
-        return LossBytes(logits, held, pending, with_logits=head_gradients + gathered, buffers=converted)
+        return LossBytes(logits, held, pending, with_logits=in_head, buffers=converted)
     own, pending = _pipeline_bytes_per_logit(topology, profile, compute_bytes)
     held = (profile.pending_logit_bytes or profile.logit_bytes) + capped
     pending += capped if pending else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.dtypes_and_groups import dtype_bytes
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.schema import RunSpec
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from megalaunch.plan.layers import list_layers
-from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.dtypes_and_groups import dtype_bytes
 from megalaunch.plan.memory.layer_reductions import LayerReductions, Sharded, tied_gradients
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.param_bytes import DTYPE_BYTES, MemoryPhase, ParamBytes, main_param_bytes, moment_bytes
@@ -53,6 +53,7 @@ class ModelStates:
         microbatch_end: at the end of the backward of a microbatch that is not the last.
         step_end: at the end of the last one, when gradients of embedding and head are reduced.
         update: during the update of tensors in bf16, which is computed in fp32; None if it needs no copies.
+        sums_each_gradient: each weight's gradient is added to that of earlier microbatches as soon as it is computed.
     """
 
     optimizer: float
@@ -68,6 +69,7 @@ class ModelStates:
     step_end: MemoryPhase
     update: MemoryPhase | None = None
     layer_gradients: float = 0.0
+    sums_each_gradient: bool = False
 
 
 def model_states(
@@ -360,6 +362,7 @@ def _single_rank(
         later_loss=None,
         tied=MemoryPhase(weights, all_grads, tied) if tied else None,
         step_end=MemoryPhase(weights, all_grads, gradient * (params.root - params.head) if accumulates else 0.0),
+        sums_each_gradient=accumulates,
     )
 
 
@@ -382,4 +385,4 @@ def _distributed_optimizer(
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, grads = compute_bytes * sharded_params, sharded_params
     phase = MemoryPhase(weights, DTYPE_BYTES[spec.precision.grad_dtype] * grads)
-    return ModelStates(optimizer, phase, phase, 0.0, None, None, None, None, None, None, phase)
+    return ModelStates(optimizer, phase, phase, 0.0, None, None, None, None, None, None, phase, sums_each_gradient=True)

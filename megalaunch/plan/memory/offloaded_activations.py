@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megalaunch.plan.activation_layers import offloaded_layers
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups
 from megalaunch.plan.memory.in_flight import in_flight
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups
 from megalaunch.plan.memory.profiles import profile_for
 from megalaunch.plan.memory.saved_activations import saved_bytes
 from megalaunch.plan.stage_params import VirtualStage, chunks_by_rank

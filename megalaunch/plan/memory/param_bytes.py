@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.dtypes_and_groups import dtype_bytes
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.in_flight import in_flight, waiting_for_weights
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.loss import loss_bytes
 from megalaunch.plan.memory.model_states import ModelStates, model_states
 from megalaunch.plan.memory.param_bytes import MemoryPhase
@@ -102,8 +102,9 @@ class _SavedActivations:
         p2p_gradients: gradients sent to and received from other stages meanwhile.
         in_flight: microbatches in flight of each chunk.
         head_microbatches: microbatches in flight of the chunk with the head.
-        freed_head: of `all`, those of the last norm and the head, freed before the backward of layers. Counted only if
-            fp8 is emulated: the other peaks of a layer leave gradients of the residual stream out, of the same size.
+        freed_head: of `all`, those of the last norm and the head, freed before the backward of layers.
+        stream: the gradient of the residual stream.
+        weight_gradients: bytes of gradients of a layer's weights that exist at the peak of its backward, not per token.
     """
 
     all: float
@@ -114,7 +115,9 @@ class _SavedActivations:
     freed: float
     in_flight: tuple[int, ...]
     head_microbatches: int
-    freed_head: float = 0.0
+    freed_head: float
+    stream: float
+    weight_gradients: float
     p2p_gradients: float = 0.0
 
     @property
@@ -171,11 +174,13 @@ def _peak_candidates(
         if states.later_loss is not None and saved.head_microbatches < saved.num_microbatches:
             yield at(LATER_LOSS, states.later_loss, saved.all, logits, loss.buffers, gradients)
     temporary, in_layer = tokens * (saved.gradients + saved.freed), saved.recomputed - saved.freed
+    if not states.sums_each_gradient:
+        temporary += saved.weight_gradients
     waiting = losses * loss.pending_logits if splits_backward(spec.parallel) else kept  # for the head's gradient
     after_head = saved.all - saved.freed_head
     yield at(LAYER, states.layer, after_head + in_layer, waiting, temporary + tokens * saved.p2p_gradients)
     if states.grad_reduce:
-        yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
+        yield at(GRAD_REDUCE, states.layer, after_head - saved.layer + saved.stream, buffers=states.grad_reduce)
     yield from _later_candidates(at, states, saved, in_layer, temporary, kept)
 
 
@@ -201,7 +206,7 @@ def _later_candidates(
     if states.next_layer is not None:
         after_first = saved.all - saved.freed_head - saved.layer
         yield at(NEXT_LAYER, states.next_layer, after_first + in_layer, kept, temporary)
-        unfinished = max(0.0, saved.all - 2 * saved.layer)
+        unfinished = max(0.0, after_first - saved.layer) + saved.stream
         yield at(GRAD_REDUCE, states.next_layer, unfinished, kept, states.layer_gradients)
     if states.last_layer is not None:
         yield at(LAST_LAYER, states.last_layer, others + saved.last - saved.freed, kept, temporary)
@@ -243,7 +248,8 @@ def _saved_activations(
     )
     full = spec.recompute.granularity == "full"
     total = layer = last = 0.0
-    peak = (0.0, 0.0, 0.0)  # recomputed, gradients and freed, of the layer with the largest sum of the first two
+    # Recomputed, gradients and freed, of the layer with the largest sum of the first two; and its weights' gradients.
+    peak, weight_gradients = (0.0, 0.0, 0.0), 0.0
     head_microbatches, by_chunk = 1, []
     for chunk, count_in_flight in zip(chunks, microbatches, strict=True):
         offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
@@ -260,7 +266,8 @@ def _saved_activations(
             stored, whole = stored + size, whole + one.without_recompute * on_device
             outputs += one.output_gradients * count
             in_backward = (recomputed + prefetched * one.without_recompute, one.backward_peak, one.freed_at_peak)
-            peak = max(peak, in_backward, key=lambda sizes: sizes[0] + sizes[1])
+            if in_backward[0] + in_backward[1] > peak[0] + peak[1]:
+                peak, weight_gradients = in_backward, one.weight_gradients
             layer, last = size / on_device if on_device else 0.0, one.saved + in_backward[0]
             if full:
                 group = 1 if spec.recompute.method == "block" else min(spec.recompute.num_layers, count)
@@ -270,11 +277,16 @@ def _saved_activations(
         if chunk.head:
             total += head * count_in_flight
             head_microbatches = max(1, count_in_flight)
-    if splits_backward(spec.parallel):
+    stream = max(one.layer_input for one in saved.values())
+    freed_head = head * any(chunk.head for chunk in chunks)
+    if splits_backward(
+        spec.parallel
+    ):  # its passes for inputs leave the head's values, and compute no weights' gradients
         peak = _peak_with_waiting_passes(spec, topology, rank, total, by_chunk, peak)
-    has_head = any(chunk.head for chunk in chunks)
-    frees_head = spec.precision.emulates_fp8 and has_head and not splits_backward(spec.parallel)
-    return _SavedActivations(total, layer, last, *peak, microbatches, head_microbatches, head * frees_head)
+        freed_head = weight_gradients = 0.0
+    return _SavedActivations(
+        total, layer, last, *peak, microbatches, head_microbatches, freed_head, stream, weight_gradients
+    )
 
 
 def _peak_with_waiting_passes(

@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import Literal
 
 from megalaunch.plan.layers import Layer
-from megalaunch.plan.memory.emulated_matmuls import emulated_peaks
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups, LayerDims, layer_dims
+from megalaunch.plan.memory.backward_peak import backward_peak
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups
+from megalaunch.plan.memory.layer_dims import LayerDims, layer_dims
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.schema.model import ModelSpec
 from megalaunch.schema.recompute import RecomputeModule
 
 Sharding = Literal["sequence", "tp", "replicated"]
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,7 @@ class SavedBytes:
         layer_input: of them, the layer's input.
         backward_peak: peak of gradients (and scores) in its backward, in addition.
         freed_at_peak: of the saved or recomputed, those that are freed at that peak, for as many bytes of gradients.
+        weight_gradients: bytes of gradients of weights that exist at that peak, not per token.
         output_gradients: of its projections' outputs, which a backward pass for weights reads.
     """
 
@@ -278,6 +279,7 @@ class SavedBytes:
     layer_input: float
     backward_peak: float
     freed_at_peak: float
+    weight_gradients: float
     output_gradients: float
 
     @property
@@ -307,9 +309,8 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile:
         recomputed[row in ATTENTION or row in LATENTS] += size if is_recomputed else 0.0
         saved += 0.0 if is_recomputed else size
     layer_input = dims.residual_bytes * dims.hidden_size / dims.sequence_shards
-    at_peak, gradients, freed = _backward_peak(dims, recomputed[True], recomputed[False])
-    outputs = _output_gradients(dims)
-    return SavedBytes(saved, max(recomputed.values()), at_peak, layer_input, gradients, freed, outputs)
+    peak = backward_peak(dims, recomputed[True], recomputed[False])
+    return SavedBytes(saved, max(recomputed.values()), peak[0], layer_input, *peak[1:], _output_gradients(dims))
 
 
 def _output_gradients(d: LayerDims) -> float:
@@ -321,66 +322,6 @@ def _output_gradients(d: LayerDims) -> float:
     else:
         block = d.input_projections * d.ffn_width
     return d.activation_bytes * (attention + block + 4 * d.hidden_size / d.sequence_shards)
-
-
-def _backward_peak(d: LayerDims, attention: float, ffn: float) -> tuple[float, float, float]:
-    """Return the peak in the backward of one layer, in addition to its saved activations: recomputed, and gradients.
-
-    Third, the bytes of activations that are freed at the peak: gradients replace them.
-
-    It is in the feed-forward block: at its activation (gradients of the residual stream, of the block's output and of
-    the inputs of its activation; the inner values themselves are freed by then), at its down projection before or at
-    its input projections after that. Attention is recomputed, and its buffers are allocated, after the block's values
-    are freed.
-
-    Args:
-        d: the layer's dimensions.
-        attention: bytes that are recomputed for attention.
-        ffn: bytes that are recomputed for the feed-forward block.
-    """
-    values = d.saved_activation_inputs + 1
-    if d.experts:
-        routed = d.expert_rows * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
-        inner = routed / d.sequence_shards + d.activation_gradients * d.shared_ffn_width
-        outputs = d.expert_rows * d.expert_ffn_width / d.sequence_shards + d.shared_ffn_width
-        routed = d.summed_rows * d.hidden_size + d.expert_rows * (d.hidden_size + values * d.expert_ffn_width)
-        freed = routed / d.sequence_shards + values * d.shared_ffn_width
-    else:
-        inner = d.activation_gradients * d.ffn_width
-        outputs = d.ffn_width
-        freed = values * d.ffn_width
-    stream = d.hidden_size / d.sequence_shards + d.hidden_size
-    block_input = d.activation_bytes * d.hidden_size / d.sequence_shards
-    saved_and_freed = max(0.0, block_input + d.activation_bytes * freed - ffn)
-    grown = d.attention_buffer_bytes - saved_and_freed
-    in_activation = (ffn, d.activation_bytes * (stream + inner), d.matmul_input_bytes * outputs)
-    in_down = (ffn, d.activation_bytes * stream + _down_conversions(d), 0.0)
-    in_attention = (attention + min(0.0, grown), max(0.0, grown), 0.0)
-    norms = block_input + d.second_norm_input_bytes / d.sequence_shards
-    emulated = emulated_peaks(d, attention, ffn, norms, d.activation_bytes * freed)
-    moments = [in_activation, in_down, in_attention, *emulated]
-    if not d.experts:
-        moments.append((ffn, _input_projection_bytes(d) - d.activation_bytes * freed, d.activation_bytes * freed))
-    return max(moments, key=lambda peak: peak[0] + peak[1])
-
-
-def _down_conversions(d: LayerDims) -> float:
-    """Return the bytes of the down projection's backward that are in fp32, and of the gradient that it returns.
-
-    The grouped matmuls of routed experts convert nothing.
-    """
-    width = d.shared_ffn_width if d.experts else d.ffn_width
-    return _FP32_BYTES * d.hidden_size + (_FP32_BYTES + d.activation_bytes) * width if d.fp32_matmuls else 0.0
-
-
-def _input_projection_bytes(d: LayerDims) -> float:
-    """Return the gradients and buffers in the backward of a dense block's projections of its input: (gate and) up."""
-    whole, converted = d.input_gradient_buffers, 0.0
-    if d.fp32_matmuls:
-        whole -= d.sequence_shards > 1  # freed before the operands of the weights' gradients are converted
-        converted = _FP32_BYTES * (d.hidden_size + d.ffn_width)
-    stream = d.hidden_size / d.sequence_shards + whole * d.hidden_size
-    return d.activation_bytes * (stream + d.input_projections * d.ffn_width) + converted
 
 
 def _sequence_shards(row: OpRow, dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:

@@ -18,7 +18,7 @@ from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.activation_checkpoint import OutputDiscardingCheckpoint, apply_recompute
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory import CPU_ENGINE
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups
 from megalaunch.plan.memory.saved_activations import rows_with_bytes
 from megalaunch.schema import RunSpec
 from megalaunch.schema.recompute import RecomputeSpec

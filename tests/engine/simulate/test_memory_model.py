@@ -59,7 +59,7 @@ OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
 ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
-NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the projections of the block's input
+NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the head, or at projections of the input
 WINDOW = "model.sliding_window=512"
 EMULATE = "precision.emulate=true"
 PACKED = "data.reset_attention_mask=true"
@@ -107,6 +107,7 @@ class Case:
         return spec
 
 
+ONE_LAYER = Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1"))
 CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END),
     Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=lion",)),
@@ -121,8 +122,11 @@ CASES = [
     Case("zero3hsdp2", 4, (8, 2, 1024), NEXT_LAYER, ("parallel.outer_steps=5", FEW_WORDS)),
     Case("zero3", 2, (4, 2, 1024), NEXT_LAYER, (FEW_WORDS, f"{OFFLOADED}=0.5")),
     Case("zero2", 2, (8, 2, 1024), LAYER, (FEW_WORDS, MAIN_IN_BF16, f"{OFFLOADED}=1")),
-    Case("tp2pp2", 4, (8, 2, 2048), LAYER, ("model.num_layers=4", f"{OFFLOADED}=0.5"), 2),
+    Case("tp2pp2", 4, (8, 2, 2048), LOSS, ("model.num_layers=4", f"{OFFLOADED}=0.5"), 2),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,), precision="fp16"),
+    ONE_LAYER,
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1", "recompute=full")),
+    Case("zero1", 2, (4, 1, 1024), LAYER, ("model.num_layers=1", "model.ffn_hidden_size=16384")),  # weight gradients
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),
@@ -147,8 +151,8 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]"), shape=LATENT),
     Case("dp", 1, (8, 4, 2048), NEXT_LAYER, (FEW_WORDS, "recompute=full"), shape=LATENT),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[mla_up]"), shape=LATENT),
-    Case("tp4sp", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
-    Case("tp4", 4, (8, 4, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
+    Case("tp4sp", 4, (8, 4, 2048), LOSS, (FEW_WORDS,), shape=LATENT),
+    Case("tp4", 4, (8, 4, 2048), LOSS, (FEW_WORDS,), shape=LATENT),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,), shape=LATENT),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_comm_type=allgather"), shape=LATENT),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH)),
@@ -176,17 +180,17 @@ CASES = [
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW, "model.sliding_window_pattern=2")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, "parallel.cp_comm_type=allgather")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # a ring has none: scores in fp32
-    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, *ONE_GROUP), **NO_CALL),  # k and v of every head
+    Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP), **NO_CALL),  # k and v of every head
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]"), **NO_CALL),
-    Case("dp", 1, (8, 1, 2048), LAYER, (FEW_WORDS, WINDOW, *ONE_GROUP), **NO_CALL),  # and a mask for each row
+    Case("dp", 1, (8, 1, 2048), LOSS, (FEW_WORDS, WINDOW, *ONE_GROUP), **NO_CALL),  # and a mask for each row
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, *MIXED), **NO_CALL),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, *MIXED)),  # layers with a window in one call
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, WINDOW, "parallel.cp_comm_type=allgather", *ALL_KEYS)),
     Case("cp2", 2, (4, 2, 4096), LAYER, (FEW_WORDS, *MIXED)),  # a ring
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, *MIXED)),
-    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, "model.ffn_hidden_size=1024")),
+    Case("dp", 1, (4, 2, 4096), LOSS, (FEW_WORDS, SINKS, "model.ffn_hidden_size=1024")),
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, SELECTIVE, "recompute.modules=[attention]")),
     Case("dp", 1, (4, 2, 2048), LAYER, (FEW_WORDS, WINDOW, "model.attention_backend=efficient")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient")),
@@ -225,8 +229,8 @@ CASES = [
     Case("zero3", 8, (32, 2, 1024), LAYER, (FEW_WORDS,)),
     Case("zero3hsdp2", 4, (16, 2, 2048), LOSS),
     Case("tp4", 4, (4, 2, 2048), LOSS),
-    Case("tp4sp", 4, (4, 2, 2048), LAYER, (FEW_WORDS,)),
-    Case("tp4sp", 4, (4, 2, 2048), LAYER, NARROW),
+    Case("tp4sp", 4, (4, 2, 2048), LOSS, (FEW_WORDS,)),
+    Case("tp4sp", 4, (4, 2, 2048), LOSS, NARROW),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_comm_type=allgather")),
     Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_comm_type=a2a",)),
@@ -298,7 +302,7 @@ CASES += [
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, MATH),
     _on_processors("tp2", 2, (8, 4, 512), LOSS),
     _on_processors("tp2sp", 2, (8, 4, 512), LOSS),
-    _on_processors("tp4sp", 4, (8, 4, 512), LAYER, *NARROW),
+    _on_processors("tp4sp", 4, (8, 4, 512), LOSS, *NARROW),
     _on_processors("zero3", 2, (8, 4, 512), LAYER, FEW_WORDS),
     _on_processors("cp2", 2, (4, 4, 512), LOSS),
     _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, "parallel.cp_comm_type=a2a"),
@@ -309,7 +313,7 @@ CASES += [
     Case("zero1", 2, (2, 1, 256), GRAD_REDUCE, (FEW_WORDS,), platform="cpu"),
     # Matmuls convert to fp32: those of the down projection, or those of the weights' gradients of a narrow block.
     Case("tp2pp2sp", 4, (8, 4, 512), LAYER, (FEW_WORDS, "model.num_layers=4"), platform="cpu"),
-    Case("tp4sp", 4, (8, 4, 512), LAYER, NARROW, platform="cpu"),
+    Case("tp4sp", 4, (8, 4, 512), LOSS, NARROW, platform="cpu"),
     # Those of the head. With MTP the logits of pending microbatches are in fp32 alone.
     Case("zero3", 2, (4, 2, 512), LOSS, ("model.hidden_size=512", "model.ffn_hidden_size=1408"), platform="cpu"),
     Case("pp3", 3, (6, 2, 512), LOSS, ("parallel.schedule=gpipe", "model.mtp.num_layers=1"), rank=2, platform="cpu"),
@@ -357,6 +361,7 @@ def _emulated(layout: str, ranks: int, batch: tuple[int, int, int], *overrides: 
 
 CASES += [
     Case("dp", 1, (4, 4, 1024), LAYER, (FEW_WORDS,), precision="fp8"),
+    Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1"), precision="fp8"),
     EMULATED,
     _emulated("dp", 1, (4, 4, 1024), platform="a100_80gb", precision="mxfp8"),
     _emulated("dp", 1, (4, 4, 1024), precision="fp8_rowwise"),
@@ -403,7 +408,7 @@ def _traits(case: Case) -> set[object]:
 
 # One of each moment on GPUs, one on processors, and one of experts.
 MOMENTS = {case.moment: case for case in ONE_EACH.values() if case.platform == "h100" and MATH not in case.overrides}
-QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST, EMULATED]
+QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST, EMULATED, ONE_LAYER]
 DAILY = [*ONE_EACH.values(), BLOCKWISE]
 CASES_OF_ALL = slow_but(CASES, *QUICK, slow=DAILY, every=covering(CASES, _traits, besides=[*QUICK, *DAILY]))
 

@@ -12,7 +12,7 @@ from megalaunch.kernels import matmul
 from megalaunch.kernels.causal_attention import blocks_are_faster
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.memory import CPU_ENGINE
-from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups
 from megalaunch.plan.memory.saved_activations import rows_with_bytes
 
 TOKENS = 64
