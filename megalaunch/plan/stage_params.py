@@ -41,7 +41,8 @@ class VirtualStage:
 class DeviceParams:
     """Parameters on one device before data-parallel sharding.
 
-    `layer` is its largest layer, `root` its embedding, positions, last norm and head, `head` the logits' projection.
+    `layer` is its largest layer, `last_matrix` what that one's parameters end with (0: a vector), `root` its embedding,
+    positions, last norm and head, `head` the logits' projection.
     `copies` is the part of `root` that copies the first stage's embedding: it has no optimizer states there.
     `active` are the parameters of its ACTIVE_CHUNKS largest chunks, `chunk` those of its largest one.
     """
@@ -54,6 +55,7 @@ class DeviceParams:
     copies: float
     active: float
     chunk: float
+    last_matrix: float
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float
 
 def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, expert_shards: int) -> DeviceParams:
     """Return the parameters on one device of a pipeline rank."""
-    dense = experts = largest = 0.0
+    dense = experts = largest = last_matrix = 0.0
     by_chunk = []
     for chunk in chunks:
         before = dense + experts
@@ -143,7 +145,8 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
             own, routed = local_layer_params(model, kind, tp, expert_shards)
             dense += own * count
             experts += routed * count
-            largest = max(largest, own + routed)
+            if own + routed > largest:
+                largest, last_matrix = own + routed, _last_matrix(model, kind, tp, expert_shards)
         by_chunk.append(dense + experts - before + _root(model, (chunk,), tp))
     root = _root(model, chunks, tp)
     head = _model_ends(model, tp)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
@@ -152,7 +155,20 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
     copies = _model_ends(model, tp)[0] / tp if copied else 0.0
     # A table that two chunks share counts in both, so the sum may exceed the whole.
     active = min(dense + root + experts, sum(sorted(by_chunk)[-ACTIVE_CHUNKS:]))
-    return DeviceParams(dense + root, experts, largest, root, head, copies, active, max(by_chunk, default=0.0))
+    largest_chunk = max(by_chunk, default=0.0)
+    return DeviceParams(dense + root, experts, largest, root, head, copies, active, largest_chunk, last_matrix)
+
+
+def _last_matrix(model: ModelSpec, kind: Layer, tp: int, expert_shards: int) -> float:
+    """Return the size of the down projection, if no bias, norm or gate comes after it in a layer."""
+    if model.mlp_bias or model.norm_placement != "pre" or kind.mtp:
+        return 0.0
+    moe, hidden = model.moe, model.hidden_size
+    if not kind.experts:
+        return hidden * model.ffn_hidden_size / tp
+    if moe.shared_ffn_hidden_size:
+        return 0.0 if moe.shared_expert_gate else hidden * moe.shared_ffn_hidden_size / tp
+    return (moe.num_experts or 0) * hidden * (moe.ffn_hidden_size or model.ffn_hidden_size) / expert_shards
 
 
 def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:

@@ -210,8 +210,14 @@ def _fsdp(
     layer_grads: float = per_param.reduced
     if full_grads and accumulates:
         layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
-    elif accumulates and sharding == "optim_grads":  # optim_grads_params has freed the layer's weights before
-        layer_grads += per_param.reduced / shards  # the sum over ranks, to be accumulated
+    grad_reduce = params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0))
+    if shards > 1 and not (full_grads and accumulates):
+        freed = per_param.compute * params.layer  # the weights of the layer, before its reduction
+        if sharding != "optim_grads_params" and (topology.pp > 1 or topology.microbatches > 2):
+            freed = 0.0  # until the last microbatch, which has no more gradients than the one before
+        elif sharding == "optim_grads" and accumulates:  # or the first microbatch, which has no earlier gradients
+            freed = min(freed, grads_in_forward)
+        grad_reduce = _layer_reduction(params, per_param, shards, separate_buffers) - freed
     earlier_layers = 0.0
     if split_backward and not full_grads:  # a chunk's gradients are reduced after the pass that computes them all
         earlier_layers = per_param.compute * (params.chunk - params.layer)
@@ -224,12 +230,24 @@ def _fsdp(
         layer=MemoryPhase(
             main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
         ),
-        grad_reduce=params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0)) + earlier_layers,
+        grad_reduce=grad_reduce + earlier_layers,
         layer_gradients=per_param.compute * params.layer,
         **vars(later),
         microbatch_end=microbatch_end,
-        step_end=_fsdp_step_end(topology, params, per_param, sharded_params, shards, full_grads, separate_buffers),
+        step_end=_fsdp_step_end(
+            spec, topology, params, per_param, sharded_params, shards, full_grads, separate_buffers
+        ),
     )
+
+
+def _layer_reduction(params: DeviceParams, per_param: ParamBytes, shards: int, separate_buffers: bool) -> float:
+    """Return the bytes of a layer's gradients while they are copied to a reduce-scatter's buffer, or reduced.
+
+    A loop variable of FSDP2's `foreach_reduce` holds the last gradient meanwhile.
+    """
+    copied = (per_param.compute + per_param.reduced) * params.layer
+    reduced = per_param.reduced * (1 + separate_buffers + 1 / shards) * params.layer
+    return max(copied, reduced + per_param.compute * params.last_matrix)
 
 
 def _updates_at_once(spec: RunSpec, profile: MemoryProfile) -> bool:
@@ -272,9 +290,9 @@ def _fsdp_microbatch_end(
         return replace(sharded, gradients=all_grads, buffers=max(per_param.compute * new, tied))
     accumulates = topology.microbatches > 2  # the first microbatch has no earlier gradients; the last one is step_end
     copies = 2 if separate_buffers else 1
-    reducing = _grad_reduce_buffer(per_param.compute, per_param, shards, copies, accumulate=accumulates)
-    held = per_param.compute * _last_root_matrix(spec, params)
-    return replace(sharded, buffers=max(reducing * params.root + held, tied))
+    held = per_param.compute * _last_root_matrix(spec, params) / params.root if params.root else 0.0
+    reducing = _grad_reduce_buffer(per_param.compute, per_param, shards, copies, held, accumulate=accumulates)
+    return replace(sharded, buffers=max(reducing * params.root, tied))
 
 
 def _last_root_matrix(spec: RunSpec, params: DeviceParams) -> float:
@@ -289,6 +307,7 @@ def _last_root_matrix(spec: RunSpec, params: DeviceParams) -> float:
 
 
 def _fsdp_step_end(
+    spec: RunSpec,
     topology: Topology,
     params: DeviceParams,
     per_param: ParamBytes,
@@ -303,7 +322,9 @@ def _fsdp_step_end(
     all_reduces = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
     copies = 2 if all_reduces or separate_buffers else 1
     if topology.pp > 1 and full_grads:  # embedding and head are reduced first, while layers have full gradients
-        reduction = _grad_reduce_buffer(per_param.grad, per_param, shards, copies, accumulate=False, replicated=True)
+        reduction = _grad_reduce_buffer(
+            per_param.grad, per_param, shards, copies, 0.0, accumulate=False, replicated=True
+        )
         result = max(per_param.main, per_param.reduced) / shards
         reducing = params.root * max(per_param.grad, reduction + result - per_param.grad)
         weights = main_params + per_param.compute * max(0.0, params.active - params.root)
@@ -312,7 +333,8 @@ def _fsdp_step_end(
     source = per_param.grad if accumulates and full_grads else per_param.compute
     accumulate = accumulates and not full_grads
     replicated = topology.dp_replicate > 1 or all_reduces
-    buffer = _grad_reduce_buffer(source, per_param, shards, copies, accumulate=accumulate, replicated=replicated)
+    held = source * _last_root_matrix(spec, params) / params.root if shards > 1 and params.root else 0.0
+    buffer = _grad_reduce_buffer(source, per_param, shards, copies, held, accumulate=accumulate, replicated=replicated)
     reducing = params.root * buffer
     if replicated and per_param.reduced != per_param.main:
         reducing += per_param.reduced * sharded_params  # the replicas' all-reduce keeps its buffers until the end
@@ -320,21 +342,28 @@ def _fsdp_step_end(
 
 
 def _grad_reduce_buffer(
-    source: int, per_param: ParamBytes, shards: int, copies: int, *, accumulate: bool, replicated: bool = False
+    source: int,
+    per_param: ParamBytes,
+    shards: int,
+    copies: int,
+    held: float,
+    *,
+    accumulate: bool,
+    replicated: bool = False,
 ) -> float:
     """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result.
 
     Gradients are first converted from `source` bytes, then reduced with `copies` buffers allocated: two if all ranks
     are replicas or if received shards have a separate buffer; then, if main parameters have another dtype, converted
     to it; then, with `accumulate`, accumulated. Of `replicated` shards the result in the dtype of the reduction is kept
-    for the all-reduce, and counted elsewhere.
+    for the all-reduce, and counted elsewhere. `held` are the bytes of the last gradient, which exists meanwhile.
     """
     converting = source + per_param.reduced - (0.0 if accumulate else per_param.main / shards)
     reducing = per_param.reduced * copies + (per_param.reduced / shards if accumulate else 0.0)
     if per_param.main < per_param.reduced and not replicated:
         result = per_param.main if accumulate else 0
         reducing = per_param.reduced * copies + (per_param.reduced + result) / shards
-    return max(converting, reducing)
+    return max(converting, reducing + held)
 
 
 def _single_rank(

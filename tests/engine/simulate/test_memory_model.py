@@ -58,6 +58,7 @@ SINKS = "model.attention_sinks=true"
 OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
+WIDE_LAYER = ("model.num_layers=1", "model.ffn_hidden_size=16384")
 ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
 NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the head, or at projections of the input
 WINDOW = "model.sliding_window=512"
@@ -108,6 +109,7 @@ class Case:
 
 
 ONE_LAYER = Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1"))
+HSDP_MUON = Case("zero3hsdp2", 4, (4, 1, 256), STEP_END, ("optimizer=muon", "model.vocab_size=32768"))
 CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END),
     Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=lion",)),
@@ -126,7 +128,10 @@ CASES = [
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,), precision="fp16"),
     ONE_LAYER,
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1", "recompute=full")),
-    Case("zero1", 2, (4, 1, 1024), LAYER, ("model.num_layers=1", "model.ffn_hidden_size=16384")),  # weight gradients
+    Case("zero2", 2, (4, 1, 512), GRAD_REDUCE, WIDE_LAYER),  # whose weights are freed before, but not its last gradient
+    Case("zero3", 2, (4, 1, 512), GRAD_REDUCE, WIDE_LAYER),
+    HSDP_MUON,
+    Case("zero1", 2, (4, 1, 1024), LAYER, WIDE_LAYER),  # weight gradients
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),
@@ -328,9 +333,11 @@ def _with_experts(layout: str, *overrides: str, **settings: str) -> Case:
     return Case(layout, 4, (16, 2, 2048), LAYER, overrides, shape=EXPERTS, **settings)
 
 
+ONE_OF_EXPERTS = Case("zero3", 2, (4, 2, 512), GRAD_REDUCE, ("model.num_layers=1",), shape=EXPERTS)
 BUSIEST = _with_experts("ep4", f"{IMBALANCE}=2")
 CASES += [
     BUSIEST,
+    ONE_OF_EXPERTS,
     _with_experts("ep4"),
     _with_experts("ep4", f"{IMBALANCE}=2", "parallel.moe_token_dispatcher_type=allgather"),
     _with_experts("ep4", f"{IMBALANCE}=2", *CAPACITY),
@@ -362,6 +369,7 @@ def _emulated(layout: str, ranks: int, batch: tuple[int, int, int], *overrides: 
 CASES += [
     Case("dp", 1, (4, 4, 1024), LAYER, (FEW_WORDS,), precision="fp8"),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1"), precision="fp8"),
+    Case("zero3hsdp2", 4, (4, 1, 256), STEP_END, ("optimizer=muon", "model.vocab_size=32768"), precision="fp8"),
     EMULATED,
     _emulated("dp", 1, (4, 4, 1024), platform="a100_80gb", precision="mxfp8"),
     _emulated("dp", 1, (4, 4, 1024), precision="fp8_rowwise"),
@@ -408,7 +416,14 @@ def _traits(case: Case) -> set[object]:
 
 # One of each moment on GPUs, one on processors, and one of experts.
 MOMENTS = {case.moment: case for case in ONE_EACH.values() if case.platform == "h100" and MATH not in case.overrides}
-QUICK = [*(MOMENTS | {GRAD_REDUCE: SGD}).values(), ONE_EACH["cpu", LAYER, True], BUSIEST, EMULATED, ONE_LAYER]
+QUICK = [
+    *(MOMENTS | {GRAD_REDUCE: SGD}).values(),
+    ONE_EACH["cpu", LAYER, True],
+    BUSIEST,
+    EMULATED,
+    ONE_LAYER,
+    HSDP_MUON,
+]
 DAILY = [*ONE_EACH.values(), BLOCKWISE]
 CASES_OF_ALL = slow_but(CASES, *QUICK, slow=DAILY, every=covering(CASES, _traits, besides=[*QUICK, *DAILY]))
 
