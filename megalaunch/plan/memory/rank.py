@@ -300,7 +300,8 @@ def _peak_with_waiting_passes(
     """Add to the peak of a layer's backward what passes for inputs leave for those for weights.
 
     That are recomputed activations, and gradients of outputs: of one pass while most microbatches are in flight, later
-    of several. dualpipev splits only its last passes.
+    of several. dualpipev splits only its last passes; on rank 0 they are those of the first stage, which has no inputs
+    with gradients: torch's runtime runs its whole backward in the pass for weights.
 
     Args:
         spec: a resolved spec whose schedule splits the backward pass.
@@ -312,8 +313,10 @@ def _peak_with_waiting_passes(
         peak: recomputed activations, gradients and freed activations of one layer.
     """
     recomputed, gradients, freed = peak
-    whole, saved, outputs = max(by_chunk)
     schedule = spec.parallel.schedule
+    if schedule == "dualpipev" and rank == 0:
+        return peak
+    whole, saved, outputs = max(by_chunk)
     waiting, others = waiting_for_weights(schedule, topology.pp, len(by_chunk), rank, topology.microbatches)
     first = max(recomputed, whole - saved), gradients + outputs, freed
     most = waiting * whole + others * saved - total, gradients + waiting * outputs, freed

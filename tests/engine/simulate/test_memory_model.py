@@ -109,6 +109,7 @@ class Case:
 
 
 ONE_LAYER = Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1"))
+FIRST_STAGE = (*MANY_CHUNKS, FEW_WORDS, "parallel.schedule=dualpipev", "recompute=full")
 HSDP_MUON = Case("zero3hsdp2", 4, (4, 1, 256), STEP_END, ("optimizer=muon", "model.vocab_size=32768"))
 CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END),
@@ -255,6 +256,8 @@ CASES = [
     Case("pp2vpp2zero3", 4, (16, 1, 128), GRAD_REDUCE, (*MANY_CHUNKS, FEW_WORDS, "parallel.schedule=zero_bubble")),
     Case("pp2vpp2", 2, (8, 1, 2048), LAYER, (*MANY_CHUNKS, FEW_WORDS, "parallel.schedule=zbv", "recompute=full"), 1),
     Case("pp2vpp2", 2, (8, 1, 2048), LAYER, (*MANY_CHUNKS, FEW_WORDS, "parallel.schedule=zero_bubble"), rank=1),
+    Case("pp2vpp2", 2, (4, 1, 2048), LATER_LAYER, FIRST_STAGE),  # of which no pass for inputs leaves anything
+    Case("pp2vpp2", 2, (4, 1, 2048), LATER_LAYER, FIRST_STAGE, precision="fp8_rowwise"),
     Case(
         "pp2vpp2",
         4,
