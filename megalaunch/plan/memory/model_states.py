@@ -207,20 +207,13 @@ def _fsdp(
     if accumulates and (full_grads or sharding == "optim_grads"):
         phase = MemoryPhase(main_params + per_param.compute * gathered, reduced_grads)
         microbatch_end = _fsdp_microbatch_end(spec, topology, params, per_param, phase, shards, separate_buffers)
-    layer_grads: float = per_param.reduced
     if full_grads and accumulates:
         layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
-    grad_reduce = params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0))
-    if shards > 1 and not (full_grads and accumulates):
-        freed = per_param.compute * params.layer  # the weights of the layer, before its reduction
-        if sharding != "optim_grads_params" and (topology.pp > 1 or topology.microbatches > 2):
-            freed = 0.0  # until the last microbatch, which has no more gradients than the one before
-        elif sharding == "optim_grads" and accumulates:  # or the first microbatch, which has no earlier gradients
-            freed = min(freed, grads_in_forward)
-        grad_reduce = _layer_reduction(params, per_param, shards, separate_buffers) - freed
-    earlier_layers = 0.0
+        grad_reduce = params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0))
+    else:
+        grad_reduce = _layer_reduction(spec, topology, params, per_param, shards, separate_buffers, grads_in_forward)
     if split_backward and not full_grads:  # a chunk's gradients are reduced after the pass that computes them all
-        earlier_layers = per_param.compute * (params.chunk - params.layer)
+        grad_reduce += per_param.compute * (params.chunk - params.layer)
     earlier, shares_buffer = bool(grads_in_forward), shards == 1 and profile.separate_reduce_scatter_buffers
     sharded = Sharded(per_param, sharded_params, gathered, earlier, sends_copy=not shares_buffer)
     later = LayerReductions.from_spec(spec, topology, params, sharded)
@@ -230,7 +223,7 @@ def _fsdp(
         layer=MemoryPhase(
             main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
         ),
-        grad_reduce=grad_reduce + earlier_layers,
+        grad_reduce=grad_reduce,
         layer_gradients=per_param.compute * params.layer,
         **vars(later),
         microbatch_end=microbatch_end,
@@ -240,14 +233,30 @@ def _fsdp(
     )
 
 
-def _layer_reduction(params: DeviceParams, per_param: ParamBytes, shards: int, separate_buffers: bool) -> float:
+def _layer_reduction(
+    spec: RunSpec,
+    topology: Topology,
+    params: DeviceParams,
+    per_param: ParamBytes,
+    shards: int,
+    separate_buffers: bool,
+    earlier_grads: float,
+) -> float:
     """Return the bytes of a layer's gradients while they are copied to a reduce-scatter's buffer, or reduced.
 
-    A loop variable of FSDP2's `foreach_reduce` holds the last gradient meanwhile.
+    Without those of its weights, if they are freed before. While gradients are reduced, a loop variable of FSDP2's
+    `foreach_reduce` holds the last one. `earlier_grads` are the bytes of gradients of earlier microbatches.
     """
+    if shards == 1:
+        return per_param.reduced * params.layer
     copied = (per_param.compute + per_param.reduced) * params.layer
     reduced = per_param.reduced * (1 + separate_buffers + 1 / shards) * params.layer
-    return max(copied, reduced + per_param.compute * params.last_matrix)
+    weights, sharding = per_param.compute * params.layer, spec.parallel.data_sharding
+    if sharding != "optim_grads_params" and (topology.pp > 1 or topology.microbatches > 2):
+        weights = 0.0  # not freed until the last microbatch, which has no more gradients than the one before
+    elif sharding == "optim_grads" and topology.microbatches > 1:
+        weights = min(weights, earlier_grads)  # the first microbatch has these weights, but no earlier gradients
+    return max(copied, reduced + per_param.compute * params.last_matrix) - weights
 
 
 def _updates_at_once(spec: RunSpec, profile: MemoryProfile) -> bool:
