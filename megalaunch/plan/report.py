@@ -124,7 +124,9 @@ def _layout(spec: RunSpec, topology: Topology) -> str:
     axes = _degrees(topology, "dp", "pp", "cp", "tp") or "1 rank"
     if spec.model.moe.num_experts and topology.ep * topology.etp > 1:
         axes += f"; experts {_degrees(topology, 'edp', 'ep', 'etp')}"
-    return f"{where}: {axes}, data sharding {spec.parallel.data_sharding}"
+    copies = spec.parallel.dp_replicate
+    replicas = f" in each of {copies} replicas" if copies > 1 else ""
+    return f"{where}: {axes}, data sharding {spec.parallel.data_sharding}{replicas}"
 
 
 def _degrees(topology: Topology, *axes: str) -> str:

@@ -24,6 +24,14 @@ def test_both_grids_of_a_mixture_of_experts():
     assert "1 x 8 cpu: dp 2 x pp 2 x tp 2; experts edp 2 x ep 2, data sharding optim" in text
 
 
+def test_replicas_of_hybrid_sharding():
+    text = run_table(*_resolved_run("recipe=tiny", "data.mock=true", "parallel=hsdp2zero3", "parallel.dp=4"))
+    assert "1 x 4 cpu: dp 4, data sharding optim_grads_params in each of 2 replicas\n" in text
+    assert "replicas" not in run_table(
+        *_resolved_run("recipe=tiny", "data.mock=true", "parallel=zero0", "parallel.dp=4")
+    )
+
+
 def test_the_table_before_the_vocabulary_is_known():
     spec, _ = resolved("recipe=tiny", "data.train_prefix=x")
     text = run_table(spec, Topology.from_spec(spec))
