@@ -66,7 +66,8 @@ class LayerReductions:
         main = reduced = per_param.main * sharded.updated
         replicated = topology.dp_replicate > 1 and per_param.reduced != per_param.main
         all_reduced = per_param.reduced * sharded.updated if replicated else 0.0  # its buffers are kept until the end
-        head = per_param.compute * params.head
+        sums = full_grads and sharded.earlier and per_param.grad == per_param.compute
+        head = 0.0 if sums else per_param.compute * params.head  # else added to the earlier gradient at once
         sent = per_param.reduced * params.layer if by_layer and sharded.sends_copy else 0.0
 
         def after(done: float, gathered: float) -> MemoryPhase:

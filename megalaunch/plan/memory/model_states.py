@@ -203,14 +203,15 @@ def _fsdp(
         gathered = min(all_params, params.root + (GATHERED_LAYERS if prefetches else 1) * params.layer)
         if split_backward:  # a whole chunk for each of its two backward passes
             gathered = max(gathered, params.chunk)
-    separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
-    microbatch_end = None
+    separate_buffers, microbatch_end = profile.separate_reduce_scatter_buffers and shards > 1, None
     if accumulates and (full_grads or sharding == "optim_grads"):
         phase = MemoryPhase(main_params + per_param.compute * gathered, reduced_grads)
         microbatch_end = _fsdp_microbatch_end(spec, topology, params, per_param, phase, shards, separate_buffers)
+    sums = full_grads and bool(grads_in_forward) and per_param.grad == per_param.compute  # autograd adds in place
+    new = 0 if sums else per_param.compute
     if full_grads and accumulates:
-        layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
-        grad_reduce = params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0))
+        first = 0 if grads_in_forward else per_param.grad
+        grad_reduce = params.layer * (per_param.compute + first + per_param.reduced * separate_buffers)
     else:
         grad_reduce = _layer_reduction(spec, topology, params, per_param, shards, separate_buffers, grads_in_forward)
     if split_backward and not full_grads:  # a chunk's gradients are reduced after the pass that computes them all
@@ -221,11 +222,10 @@ def _fsdp(
     return ModelStates(
         optimizer=optimizer,
         loss=MemoryPhase(main_params + per_param.compute * loss_gathered, grads_in_forward),
-        layer=MemoryPhase(
-            main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
-        ),
+        layer=MemoryPhase(main_params + per_param.compute * gathered, grads_in_forward, new * params.head),
         grad_reduce=grad_reduce,
-        layer_gradients=per_param.compute * params.layer,
+        layer_gradients=new * params.layer,
+        sums_each_gradient=sums,
         **vars(later),
         microbatch_end=microbatch_end,
         step_end=_fsdp_step_end(

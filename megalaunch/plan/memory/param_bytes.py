@@ -52,5 +52,5 @@ class ParamBytes:
             compute=dtype_bytes(precision.compute_dtype),
             main=main_param_bytes(spec),
             grad=grad,
-            reduced=min(DTYPE_BYTES[precision.grad_reduce_dtype], grad) if reduces else grad,
+            reduced=DTYPE_BYTES[precision.grad_reduce_dtype] if reduces else grad,
         )

@@ -136,6 +136,8 @@ CASES = [
     Case("zero3", 4, (32, 4, 2048), LAYER, ("parallel.overlap_param_gather=false", *FEW_LAYERS)),  # one at a time
     Case("zero3", 4, (32, 4, 2048), NEXT_LAYER, ("recompute=full", *FEW_LAYERS)),  # no third layer is gathered
     HSDP_MUON,
+    Case("zero2", 4, (8, 1, 256), MICROBATCH_END, ("precision.grad_dtype=bf16", "model.num_layers=1")),  # sent in fp32
+    Case("zero3", 4, (4, 1, 256), STEP_END, ("precision.grad_dtype=bf16", "model.num_layers=1")),
     Case("zero1", 2, (4, 1, 1024), LAYER, WIDE_LAYER),  # weight gradients
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
