@@ -47,6 +47,24 @@ def test_the_reference_that_replaces_a_secret_can_be_pasted():
     assert findings(*pods, *shlex.split(reference)) == []
 
 
+@pytest.mark.parametrize("typed", ["Hunter2/", "HF_TOKEN:Hunter2/", "Hunter2/c2VjcmV0=="])
+@pytest.mark.parametrize(
+    ("key", "good", "form"),
+    [
+        ("secrets", "A=hub/token", "NAME=SECRET/KEY"),
+        ("environment", "A=b", "NAME=VALUE"),
+        ("image_pull_secrets", "registry", "the name of a secret"),
+    ],
+)
+def test_an_entry_that_may_be_a_secret_is_not_repeated(key, good, form, typed):
+    """Somebody may type the secret itself in place of its name; the message may be in the log of a CI system."""
+    pods = ("launcher=kubernetes", "launcher.kubernetes.image=x")
+    (finding,) = findings(*pods, f"launcher.kubernetes.{key}=[{good!r},{typed!r}]")
+    assert (finding.path, finding.message) == (f"launcher.kubernetes.{key}", f"entry 2 of 2 is not {form}")
+    assert "Hunter2" not in str(finding)
+    assert findings(*pods, *shlex.split(finding.fixes[0])) == []
+
+
 def test_names_and_volumes_that_no_pod_could_have():
     pods = ("launcher=kubernetes", "launcher.kubernetes.image=x")
     (finding,) = findings(*pods, "launcher.kubernetes.volumes=['a:/data:ro','/x:/data/']")

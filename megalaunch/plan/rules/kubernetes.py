@@ -27,6 +27,8 @@ _FORMS = {
         re.compile(rf"{_LABEL}(?:={_VALUE})?(?::(?:NoSchedule|PreferNoSchedule|NoExecute))?"),
     ),
 }
+# Lists in which somebody may have typed a secret in place of its name: the message has the place of an entry alone.
+_NOT_REPEATED = ("image_pull_secrets", "environment", "secrets")
 _QUANTITIES = ("cpu", "memory", "shm")
 _NAMES = ("service_account", "priority_class", "queue")
 
@@ -57,7 +59,7 @@ def kubernetes_forms(at: RuleContext) -> Iterator[Violation]:
 def wrong_forms(settings: KubernetesSpec) -> Iterator[Violation]:
     """Yield each list, name and quantity of the section that has not the form of its key, and volumes at one path."""
     for key, (form, pattern) in _FORMS.items():
-        yield from _wrong(f"launcher.kubernetes.{key}", getattr(settings, key), form, pattern)
+        yield from _wrong(key, getattr(settings, key), form, pattern)
     yield from _same_path(settings.volumes)
     for key in _NAMES:
         value = getattr(settings, key)
@@ -78,10 +80,12 @@ def wrong_forms(settings: KubernetesSpec) -> Iterator[Violation]:
 
 
 def _wrong(key: str, items: tuple[str, ...], form: str, pattern: re.Pattern[str]) -> Iterator[Violation]:
-    wrong = [item for item in items if not pattern.fullmatch(item)]
+    wrong = [(place, item) for place, item in enumerate(items, 1) if not pattern.fullmatch(item)]
     if wrong:
-        kept = tuple(item for item in items if pattern.fullmatch(item))
-        yield Violation(key, f"{wrong[0]!r} is not {form}", fixes=({key: kept},))
+        place, first = wrong[0]
+        shown = f"entry {place} of {len(items)}" if key in _NOT_REPEATED else repr(first)
+        path, kept = f"launcher.kubernetes.{key}", tuple(item for item in items if pattern.fullmatch(item))
+        yield Violation(path, f"{shown} is not {form}", fixes=({path: kept},))
 
 
 def _same_path(volumes: tuple[str, ...]) -> Iterator[Violation]:
@@ -112,7 +116,7 @@ def secret_values(settings: KubernetesSpec) -> Iterator[Violation]:
     """Yield each variable of the section that looks like a secret."""
     for variable in settings.environment:
         name = variable.partition("=")[0]
-        if is_secret_name(name):
+        if is_secret_name(name) and _FORMS["environment"][1].fullmatch(variable):  # else the name may be the secret
             kept = tuple(other for other in settings.environment if other != variable)
             yield Violation(
                 "launcher.kubernetes.environment",
