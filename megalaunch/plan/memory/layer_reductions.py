@@ -85,8 +85,6 @@ class LayerReductions:
         frees_last = by_layer and not frees and (full_grads or not accumulates)
 
         def gathered_after(done: float) -> float:
-            if frees and not pipelined:
-                return min(sharded.gathered, params.root + layers - done)
             return sharded.gathered - done if frees_last else sharded.gathered
 
         before_last = max(0.0, layers - group)

@@ -198,9 +198,8 @@ def _fsdp(
         grads_in_forward = per_param.grad * all_params if full_grads else reduced_grads
     gathered = loss_gathered = params.active if full_grads else all_params
     if sharding == "optim_grads_params":
-        prefetches = spec.parallel.overlap_param_gather
-        loss_gathered = params.root + (params.layer if prefetches and topology.pp == 1 else 0.0)  # the last layer
-        gathered = min(all_params, params.root + (GATHERED_LAYERS if prefetches else 1) * params.layer)
+        loss_gathered = params.root
+        gathered = min(all_params, params.root + GATHERED_LAYERS * params.layer)
         if split_backward:  # a whole chunk for each of its two backward passes
             gathered = max(gathered, params.chunk)
     separate_buffers, microbatch_end = profile.separate_reduce_scatter_buffers and shards > 1, None

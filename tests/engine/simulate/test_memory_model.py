@@ -58,7 +58,6 @@ SINKS = "model.attention_sinks=true"
 OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
-FEW_LAYERS = ("model.num_layers=2", "model.vocab_size=8192", "model.ffn_hidden_size=8192")
 WIDE_LAYER = ("model.num_layers=1", "model.ffn_hidden_size=16384")
 ONE_GROUP = ("model.num_query_groups=1", "model.ffn_hidden_size=1024")
 NARROW = (FEW_WORDS, "model.ffn_hidden_size=1024")  # the peak is at the head, or at projections of the input
@@ -132,9 +131,6 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1", "recompute=full")),
     Case("zero2", 2, (4, 1, 512), GRAD_REDUCE, WIDE_LAYER),  # whose weights are freed before, but not its last gradient
     Case("zero3", 2, (4, 1, 512), GRAD_REDUCE, WIDE_LAYER),
-    Case("zero3", 4, (8, 2, 2048), LOSS, ("model.num_layers=1",)),  # the layer is gathered meanwhile
-    Case("zero3", 4, (32, 4, 2048), LAYER, ("parallel.overlap_param_gather=false", *FEW_LAYERS)),  # one at a time
-    Case("zero3", 4, (32, 4, 2048), NEXT_LAYER, ("recompute=full", *FEW_LAYERS)),  # no third layer is gathered
     HSDP_MUON,
     Case("zero2", 4, (8, 1, 256), MICROBATCH_END, ("precision.grad_dtype=bf16", "model.num_layers=1")),  # sent in fp32
     Case("zero3", 4, (4, 1, 256), STEP_END, ("precision.grad_dtype=bf16", "model.num_layers=1")),
