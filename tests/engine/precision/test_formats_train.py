@@ -45,9 +45,10 @@ RECIPE = (
     f"train.steps={STEPS}",
 )
 FINE = ("fp8_rowwise", "fp8_blockwise", "mxfp8")  # whose gradients may be in e4m3: one scale for all loses small ones
+FP8_RECIPES = ("fp8", "fp8_delayed", *FINE)
 FORMATS = {
     **{name: (f"precision={name}",) for name in ("fp32", "bf16", "fp16")},
-    **{name: (f"precision={name}", "precision.emulate=true") for name in ("fp8", "fp8_delayed", *FINE)},
+    **{name: (f"precision={name}", "precision.emulate=true") for name in FP8_RECIPES},
     **{f"{name} e4m3": (f"precision={name}", "precision.emulate=true", "precision.fp8.format=e4m3") for name in FINE},
 }  # TF32 is a mode of GPUs
 LAYOUTS = {
@@ -56,6 +57,21 @@ LAYOUTS = {
     "cp2": ("parallel.cp=2",),
     "zero3": ("parallel.dp=2", "parallel.data_sharding=optim_grads_params"),
 }
+FP8 = ("precision=fp8", "precision.emulate=true")
+BF16_STATES = tuple(f"precision.{key}_dtype=bf16" for key in ("exp_avg", "grad", "grad_reduce", "main_params"))
+SETTINGS = {
+    ("fp8 e4m3", "tp2"): (*FP8, "precision.fp8.format=e4m3"),
+    ("fp8_delayed e4m3", "pp2"): ("precision=fp8_delayed", "precision.emulate=true", "precision.fp8.format=e4m3"),
+    ("fp8, weight gradients in bf16", "cp2"): (*FP8, "precision.fp8.wgrad=false"),
+    ("fp8, first and last layer in bf16", "pp2"): (
+        *FP8, "precision.fp8.first_layers_bf16=1", "precision.fp8.last_layers_bf16=1",
+    ),
+    ("fp8, weights gathered in fp8", "zero3"): (*FP8, "precision.fp8.param_gather=true"),
+    ("states in bf16", "tp2"): ("precision=bf16", *BF16_STATES),  # grad_dtype is that of whole gradients
+    ("states in bf16", "zero3"): ("precision=bf16", *BF16_STATES),  # and main_params_dtype that of shards
+}  # fmt: skip
+EXPERTS = tuple(f"model.moe.{value}" for value in ("num_experts=4", "top_k=2", "ffn_hidden_size=384"))
+EP2 = ("parallel.dp=2", "parallel.ep=2")
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +120,27 @@ def test_every_format_and_layout_trains_as_bf16_does(format, layout, data, bf16)
     found = loss_of(data, *FORMATS[format], *LAYOUTS[layout])
     print(f"{format} {layout}: {found:.4f}, bf16: {bf16:.4f}")  # the table of docs/precision.md
     assert found == pytest.approx(bf16, rel=WITHIN)
+
+
+@pytest.mark.slow  # other tests hold the gradients of each setting
+@pytest.mark.parametrize(("setting", "layout"), SETTINGS)
+def test_every_setting_of_a_format_trains_as_bf16_does(setting, layout, data, bf16):
+    found = loss_of(data, *SETTINGS[setting, layout], *LAYOUTS[layout])
+    print(f"{setting} {layout}: {found:.4f}, bf16: {bf16:.4f}")
+    assert found == pytest.approx(bf16, rel=WITHIN)
+
+
+@pytest.fixture(scope="module")
+def bf16_experts(data):
+    """The loss of one process with experts."""
+    return loss_of(data, "precision=bf16", "parallel=dp1", *EXPERTS)
+
+
+@pytest.mark.parametrize("format", slow_but(FP8_RECIPES, every=["fp8"]))
+def test_experts_train_in_fp8_as_in_bf16(format, data, bf16_experts):
+    found = loss_of(data, f"precision={format}", "precision.emulate=true", *EXPERTS, *EP2)
+    print(f"experts, {format} ep2: {found:.4f}, bf16: {bf16_experts:.4f}")
+    assert found == pytest.approx(bf16_experts, rel=WITHIN)
 
 
 @pytest.fixture
