@@ -99,21 +99,37 @@ def test_every_layout_trains_in_fp16_as_in_bf16(layout):
     np.testing.assert_allclose(fp16.validation, bf16.validation, rtol=1e-3)
 
 
-def test_the_update_divides_by_the_scale():
-    """With an epsilon that makes updates as large as gradients: else AdamW would hide a factor of them."""
-    begun, exact, found = (
-        _numbers(compute, optimizer__lr=rate, optimizer__epsilon=1.0).parameters
-        for compute, rate in (("fp32", 0.0), ("fp32", 0.3), ("fp16", 0.3))
-    )
+LION = {"optimizer__name": "lion", "optimizer__lr": 1e-3}
+MUON = {"optimizer__name": "muon", "optimizer__lr": 0.02}
+SGD = {"optimizer__name": "sgd", "optimizer__lr": 0.3, "optimizer__momentum": 0.9}
+OPTIMIZERS = {"lion": LION, "muon": MUON, "sgd": SGD}
+DOUBLING = {"precision__loss_scale": {"window": 1}}
+"""The scale doubles in each step: one that stayed in the momentum would weigh the steps otherwise."""
+LINEAR = {
+    "adamw": {"optimizer__lr": 0.3, "optimizer__epsilon": 1.0},  # else AdamW would hide a factor of the gradients
+    "sgd": SGD,
+    "nesterov": SGD | {"optimizer__nesterov": True},
+}
+"""Optimizers whose updates are as large as the gradients."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    slow_but(
+        [("adamw", "one process"), *product(["sgd", "nesterov"], ["one process", "tp2 sp", "pp3", "cp2", "zero3"])],
+        ("adamw", "one process"),
+        ("sgd", "one process"),
+        every=[("sgd", "pp3"), ("nesterov", "zero3")],
+    ),
+)
+def test_the_update_divides_by_the_scale(optimizer, layout):
+    of_optimizer = LINEAR[optimizer]
+    begun, exact = (_numbers("fp32", **of_optimizer | rate).parameters for rate in ({"optimizer__lr": 0.0}, {}))
+    found = _numbers("fp16", **of_optimizer | LAYOUTS[layout] | DOUBLING).parameters
     errors = {
         name: np.linalg.norm(found[name] - value) / np.linalg.norm(value - begun[name]) for name, value in exact.items()
     }
     assert max(errors.values()) < 2e-2, max(errors, key=errors.__getitem__)
-
-
-LION = {"optimizer__name": "lion", "optimizer__lr": 1e-3}
-MUON = {"optimizer__name": "muon", "optimizer__lr": 0.02}
-OPTIMIZERS = {"lion": LION, "muon": MUON}
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +142,7 @@ def error_of():
 
     @cache
     def error(optimizer: str, compute: str, layout: str = "one process") -> float:
-        # The scale doubles in each step: one that stayed in the momentum would weigh the steps otherwise.
-        values = OPTIMIZERS[optimizer] | LAYOUTS[layout] | {"precision__loss_scale": {"window": 1}}
+        values = OPTIMIZERS[optimizer] | LAYOUTS[layout] | DOUBLING
         begun, ended = exact(optimizer, optimizer__lr=0.0), exact(optimizer)
         found = _numbers(compute, **values).parameters
         assert found.keys() == ended.keys()
@@ -140,7 +155,9 @@ def error_of():
 @pytest.mark.slow  # test_optimizers.py and test_muon.py compare one update
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
-    slow_but(product(OPTIMIZERS, ["tp2 sp", "pp3", "cp2", "zero3"]), every=[("lion", "zero3"), ("muon", "tp2 sp")]),
+    slow_but(
+        product(["lion", "muon"], ["tp2 sp", "pp3", "cp2", "zero3"]), every=[("lion", "zero3"), ("muon", "tp2 sp")]
+    ),
 )
 def test_updates_whose_size_ignores_the_gradient_are_nearer_to_fp32_than_those_of_bf16(optimizer, layout, error_of):
     """Lion's sign flips where a gradient is as small as its rounding, and Muon amplifies such directions."""
@@ -195,7 +212,7 @@ def _summary(result: StepResult) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
     slow_but(
-        [*product(["adamw"], ["zero3", "tp2 sp", "pp3", "cp2"]), ("lion", "zero3"), ("muon", "zero3")],
+        [*product(["adamw"], ["zero3", "tp2 sp", "pp3", "cp2"]), *product(OPTIMIZERS, ["zero3"])],
         ("adamw", "zero3"),
     ),
 )
@@ -207,8 +224,8 @@ def test_an_overflow_on_one_rank_skips_on_all(optimizer, layout):
     every = run_ranks(spec.cluster.devices_per_node, _steps_with_overflow, spec, (2,))
     assert all(told == every[0] for told in every)
     rate, first, last = spec.optimizer.lr, {1.0}, {2.0}
-    if optimizer != "adamw":  # the others count no updates: under muon the matrices, under lion all
-        first, last = ({0.0}, {0.0}) if optimizer == "lion" else ({0.0, 1.0}, {0.0, 2.0})
+    if optimizer != "adamw":  # the others count no updates: under muon the matrices, under lion and sgd all
+        first, last = ({0.0, 1.0}, {0.0, 2.0}) if optimizer == "muon" else ({0.0}, {0.0})
     assert every[0] == [
         ((False, 65536.0, 0, rate / 2), False, first),
         ((True, 65536.0, 1, rate), True, first),
