@@ -221,6 +221,9 @@ EVENTS: Mapping[EventName, EventKind] = {
             "nodes": "numbers of their nodes",
             "places": "where they are: up to eight ranks with their hosts, or hosts",
             "speed": "of the slowest: the median of all ranks is 1",
+            "times": "seconds a step of each of these ranks since the last check, by phase: `data` (wait for tokens), "
+            "`forward_backward`, `optimizer` (reduction of gradients, norm, update) and the whole `step`",
+            "median_times": "the same for the median of all ranks",
         },
     ),
     "early_stopping": EventKind(

@@ -208,9 +208,12 @@ def test_slow_ranks_show_in_the_display():
         "limits there (3 checks in a row up to step 300)"
     )
     both = {"speed": 0.6, "cause": "data", "ranks": [1, 2], "places": ["all 2 ranks on n1"]}
-    assert event_message({**event, **both}) == (
+    times = {"data": [0.5, 0.61234], "forward_backward": [0.4, 0.3], "optimizer": [0.05, 0.05], "step": [1.1, 1.2]}
+    usual = {"data": 0.0001, "forward_backward": 0.41, "optimizer": 0.0712, "step": 1.15}
+    assert event_message({**event, **both, "times": times, "median_times": usual}) == (
         "warning: all 2 ranks on n1 wait for tokens and train 60% of the time: look at the disk or mount of the data "
-        "(3 checks in a row up to step 300)"
+        "(3 checks in a row up to step 300); seconds a step (median): all 1.200 (1.150), "
+        "forward+backward 0.400 (0.410), optimizer 0.050 (0.071), data 0.612 (0.000)"
     )
 
 

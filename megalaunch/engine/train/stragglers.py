@@ -1,8 +1,8 @@
 """Find stragglers: ranks whose device computes slower than those of the others, or that wait for a CPU or their tokens.
 
 Step times do not tell who is slow, as every rank waits in collectives for the slowest. So each rank times the same
-matmuls at the same step, without a collective, and says how long it waited for a CPU and for data. Megatron-LM's
-counterpart is `log_straggler`.
+matmuls at the same step, without a collective, and says how long it waited for a CPU and for data. The times of its
+phases tell where it is slow. Megatron-LM's counterpart is `log_straggler`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.precision.policy import compute_dtype
 from megalaunch.engine.train.cpu_wait import CpuWait
+from megalaunch.engine.train.phase_clock import MEASURED, Measured, PhaseClock
 from megalaunch.engine.train.rank_sync import all_gather_numbers, all_gather_objects
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.schema import RunSpec
@@ -62,12 +63,17 @@ class Check:
     Attributes:
         seconds: of the probe; the speed of a rank is the median over its own.
         cpu_waits: share of the time that each rank waited for a CPU.
-        data_waits: share of the time that each rank waited for data.
+        times: seconds a step in each phase.
     """
 
     seconds: Sequence[float]
     cpu_waits: Sequence[float]
-    data_waits: Sequence[float]
+    times: Mapping[Measured, Sequence[float]]
+
+    @property
+    def data_waits(self) -> list[float]:
+        """Share of the time that each rank waited for data."""
+        return [waited / step for waited, step in zip(self.times["data"], self.times["step"], strict=True)]
 
     def slow_ranks(self, threshold: float) -> Mapping[Cause, list[int]]:
         """Return the ranks whose speed is below `threshold` (`train.straggler_threshold`) of the usual one, by cause.
@@ -102,6 +108,9 @@ class StragglerDetector:
     """Check of all ranks every `train.straggler_interval` steps. Logs an event when a rank is slow in three in a row.
 
     The event is repeated for a rank only after a check in which it was not slow. `update` is collective.
+
+    Attributes:
+        clock: of this rank, to be the observer of its steps.
     """
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
@@ -113,8 +122,7 @@ class StragglerDetector:
         self._ranks_per_node = int(spec.cluster.devices_per_node)
         self._dtype, self._products = compute_dtype(spec.precision), 0
         self._slow: Counter[tuple[Cause, int]] = Counter()  # checks in a row
-        self._elapsed = self._waited = 0.0  # since the last check
-        self._cpu_wait = CpuWait()
+        self._cpu_wait, self.clock = CpuWait(), PhaseClock()
 
     def update(self, step: int, seconds: float, waited: float, record: RunLogger) -> None:
         """Count one step, and check all ranks if it is due.
@@ -125,7 +133,8 @@ class StragglerDetector:
             waited: Seconds of it in which this rank waited for data.
             record: Gets the event `straggler`, one for each cause.
         """
-        self._elapsed, self._waited = self._elapsed + seconds, self._waited + waited
+        self.clock.add("step", seconds)
+        self.clock.add("data", waited)
         if not self._interval or step % self._interval:
             return
         check = self._check()
@@ -141,14 +150,16 @@ class StragglerDetector:
                     nodes=sorted({rank // self._ranks_per_node for rank in named}),
                     places=self._places(named),
                     speed=round(check.speed(cause, named), 3),
+                    times={phase: [round(all_[rank], 6) for rank in named] for phase, all_ in check.times.items()},
+                    median_times={phase: round(median(all_), 6) for phase, all_ in check.times.items()},
                 )
 
     def _check(self) -> Check:
         """Gather what all ranks have measured since the last check."""
-        waited = self._waited / self._elapsed
-        self._elapsed = self._waited = 0.0
-        mine = (self._time_probe(), self._cpu_wait.share(), waited)
-        return Check(*all_gather_numbers(self._mesh.device, *mine))
+        times = self.clock.take()
+        mine = (self._time_probe(), self._cpu_wait.share(), *(times[phase] for phase in MEASURED))
+        seconds, cpu_waits, *phases = all_gather_numbers(self._mesh.device, *mine)
+        return Check(seconds, cpu_waits, dict(zip(MEASURED, phases, strict=True)))
 
     def _time_probe(self) -> float:
         """Time as many matmuls as take 2 ms on most ranks: the same number on all of them."""

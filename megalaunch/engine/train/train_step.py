@@ -88,7 +88,8 @@ class TrainStep:
     """The training step: valid token count, forward and backward, gradient reduction, clipping and update.
 
     `samples` describes the samples of a loss that is not finite; None: they are named by their index.
-    `observer` gets the forward and backward passes as the phase "forward"; backward passes report themselves.
+    `observer` gets the forward and backward passes as the phase "forward", of which backward passes report themselves,
+    and what follows up to the update as "optimizer".
     `updates` is the state that a resumed run continues with, `history` has its last losses.
     """
 
@@ -148,32 +149,46 @@ class TrainStep:
                 in fp16 the norm may be, until the loss scale is at its minimum.
             BadStep: In place of it, with another `train.bad_step_action` than "stop".
         """
-        # All tp ranks and pipeline stages read the same samples: one of them contributes counts and losses to the sums.
-        is_loss_rank = self._mesh.is_loss_rank
         total, *mtp_totals = self._count_tokens(step, batch, problem or batch.problem)
-        tokens, mtp_tokens = total / self._replicas, [each / self._replicas for each in mtp_totals]
-        updates, limits = self._updates, self._spec.precision.loss_scale
+        counts = total / self._replicas, [each / self._replicas for each in mtp_totals]
         self._set_up_model(step)
         with self._observer.phase_scope("forward"):
-            losses = self._forward_backward.train(batch, tokens, mtp_tokens)
+            losses = self._forward_backward.train(batch, *counts)
+        with self._observer.phase_scope("optimizer"):
+            result = self._reduce_and_update(step, batch, total, counts, losses, stop_request)
+        return result
+
+    def _reduce_and_update(
+        self,
+        step: int,
+        batch: StepBatch,
+        total: int,
+        counts: tuple[float, list[float]],
+        losses: Tensor,
+        stop_request: Callable[[], signal.Signals | None],
+    ) -> StepResult:
+        """Reduce gradients and losses over all ranks, and update the parameters if the step is good."""
+        updates, limits = self._updates, self._spec.precision.loss_scale
+        # All tp ranks and pipeline stages read the same samples: one of them contributes losses to the sum.
+        share = self._mesh.is_loss_rank / self._replicas
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, bool(self._spec.parallel.sequence_parallel))
         squared_norms = self._in_own_place(local_grad_norm_sq(self._optimizer.parameters))
         sums = take_expert_sums(self._model, self._mesh.device)
-        stats = reduce_step_stats(losses.sum(0) * (is_loss_rank / self._replicas), squared_norms, stop_request(), sums)
+        stats = reduce_step_stats(losses.sum(0) * share, squared_norms, stop_request(), sums)
         stats = replace(stats, grad_norm=stats.grad_norm / updates.factor)
         overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
-        self._require_good(step, batch, (tokens, mtp_tokens), losses, stats, overflowed)
+        self._require_good(step, batch, counts, losses, stats, overflowed)
         skipped = overflowed or stats.grad_norm > (self._spec.optimizer.skip_step_grad_norm or math.inf)
         rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
         self._update(step, (rate, embedding_lr), stats, skipped=skipped)
         self._updates = updates.after(limits, skipped=skipped, overflowed=overflowed)
-        experts = counts = None
+        experts = loads = None
         if stats.expert_sums is not None and stats.expert_sums_on_host is not None:
             moe = self._spec.model.moe
             update_routers(self._model, stats.expert_sums, moe)
             experts = ExpertStats.from_sums(stats.expert_sums_on_host, moe.top_k)
-            counts = expert_counts(stats.expert_sums_on_host)
+            loads = expert_counts(stats.expert_sums_on_host)
         return StepResult(
             stats.loss,
             stats.grad_norm,
@@ -182,7 +197,7 @@ class TrainStep:
             stats.stop,
             experts,
             stats.mtp_losses,
-            counts,
+            loads,
             None if updates.loss_scale is None else updates.factor,
             skipped,
             self._updates,

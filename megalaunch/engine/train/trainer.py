@@ -188,8 +188,9 @@ class Trainer:
             self._state.forward_backward,
             self._state.optimizer,
             self._state.training,
-            updates=self._progress.updates,
-            history=self._history,
+            self._stragglers.clock,
+            self._progress.updates,
+            self._history,
         )
         self._first_step = self.step
         try:

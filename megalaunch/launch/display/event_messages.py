@@ -7,6 +7,8 @@ from megalaunch.format.paths import display_path
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.worker_failure import failure_from_event
 
+_MEASURED = {"step": "all", "forward_backward": "forward+backward", "optimizer": "optimizer", "data": "data"}
+
 
 def event_message(event: Record) -> str | None:
     """Return one line for an event, or None for an event that is not shown while the run continues."""
@@ -129,7 +131,16 @@ def _slow_ranks(event: Record) -> str:
         what = f"wait{several} for a CPU and train{several} {part} of the time: {look}"
     else:
         what = f"compute{several} at {part} of the usual speed: look at clock, temperature and other processes there"
-    return f"warning: {shown} {what} (3 checks in a row up to step {event.get('step')})"
+    return f"warning: {shown} {what} (3 checks in a row up to step {event.get('step')}){_phase_times(event)}"
+
+
+def _phase_times(event: Record) -> str:
+    """Return the times of slow ranks, those of the slowest in each phase; nothing for an event without them."""
+    times, usual = event.get("times"), event.get("median_times")
+    if not isinstance(times, dict) or not isinstance(usual, dict):
+        return ""
+    shown = [f"{name} {max(times[phase]):.3f} ({usual[phase]:.3f})" for phase, name in _MEASURED.items()]
+    return f"; seconds a step (median): {', '.join(shown)}"
 
 
 def _skipped(event: Record) -> str:

@@ -21,6 +21,11 @@ DP3 = {
 }
 
 
+def times_of(waited: list[float]) -> dict[str, list[float]]:
+    """Times of ranks that wait for data in these shares of a step."""
+    return {"data": [2.0 * share for share in waited], "step": [2.0] * len(waited)}
+
+
 @pytest.mark.parametrize(
     ("seconds", "waited", "compute", "data"),
     [
@@ -31,7 +36,7 @@ DP3 = {
     ],
 )
 def test_speeds_are_compared_with_the_median(seconds, waited, compute, data):
-    check = Check(seconds, [0.0] * 4, waited)
+    check = Check(seconds, [0.0] * 4, times_of(waited))
     assert check.slow_ranks(0.75) == {"compute": compute, "cpu": [], "data": data}
 
 
@@ -48,7 +53,7 @@ def test_speeds_are_compared_with_the_median(seconds, waited, compute, data):
 )
 def test_a_wait_for_a_cpu_counts_beyond_twice_that_of_the_others(waited, slow):
     same = [1.0] * len(waited)
-    assert Check(same, waited, same).slow_ranks(0.75)["cpu"] == slow
+    assert Check(same, waited, times_of(same)).slow_ranks(0.75)["cpu"] == slow
 
 
 def test_the_probe_takes_longer_for_more_products():
