@@ -41,8 +41,8 @@ class VirtualStage:
 class DeviceParams:
     """Parameters on one device before data-parallel sharding.
 
-    `layer` is its largest layer, `last_matrix` what that one's parameters end with (0: a vector), `root` its embedding,
-    positions, last norm and head, `head` the logits' projection.
+    `layer` is its largest layer, `layer_experts` that one's routed experts, `last_matrix` what its parameters end with
+    (0: a vector), `root` its embedding, positions, last norm and head, `head` the logits' projection.
     `copies` is the part of `root` that copies the first stage's embedding: it has no optimizer states there.
     `active` are the parameters of its ACTIVE_CHUNKS largest chunks, `chunk` those of its largest one.
     """
@@ -55,7 +55,21 @@ class DeviceParams:
     copies: float
     active: float
     chunk: float
+    layer_experts: float
     last_matrix: float
+
+    def without_experts(self) -> DeviceParams:
+        """Return the parameters other than routed experts; every chunk has its share of these."""
+        others = 1 - self.experts / max(1.0, self.dense + self.experts - self.root)
+        return replace(
+            self,
+            experts=0.0,
+            layer=self.layer - self.layer_experts,
+            active=self.root + others * (self.active - self.root),
+            chunk=self.root + others * (self.chunk - self.root),
+            layer_experts=0.0,
+            last_matrix=0.0 if self.layer_experts else self.last_matrix,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,7 @@ def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float
 
 def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, expert_shards: int) -> DeviceParams:
     """Return the parameters on one device of a pipeline rank."""
-    dense = experts = largest = last_matrix = 0.0
+    dense = experts = largest = largest_experts = last_matrix = 0.0
     by_chunk = []
     for chunk in chunks:
         before = dense + experts
@@ -146,7 +160,8 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
             dense += own * count
             experts += routed * count
             if own + routed > largest:
-                largest, last_matrix = own + routed, _last_matrix(model, kind, tp, expert_shards)
+                largest, largest_experts = own + routed, routed
+                last_matrix = _last_matrix(model, kind, tp, expert_shards)
         by_chunk.append(dense + experts - before + _root(model, (chunk,), tp))
     root = _root(model, chunks, tp)
     head = _model_ends(model, tp)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
@@ -156,7 +171,9 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
     # A table that two chunks share counts in both, so the sum may exceed the whole.
     active = min(dense + root + experts, sum(sorted(by_chunk)[-ACTIVE_CHUNKS:]))
     largest_chunk = max(by_chunk, default=0.0)
-    return DeviceParams(dense + root, experts, largest, root, head, copies, active, largest_chunk, last_matrix)
+    return DeviceParams(
+        dense + root, experts, largest, root, head, copies, active, largest_chunk, largest_experts, last_matrix
+    )
 
 
 def _last_matrix(model: ModelSpec, kind: Layer, tp: int, expert_shards: int) -> float:

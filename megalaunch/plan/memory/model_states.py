@@ -5,7 +5,7 @@ ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from megalaunch.plan.memory.dtypes_and_groups import dtype_bytes
 from megalaunch.plan.memory.layer_reductions import LayerReductions, Sharded, tied_gradients
 from megalaunch.plan.memory.loss_chunks import count_loss_chunks
 from megalaunch.plan.memory.param_bytes import DTYPE_BYTES, MemoryPhase, ParamBytes, main_param_bytes, moment_bytes
+from megalaunch.plan.memory.phase_states import ModelStates, with_local_experts
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import layer_parameters
 from megalaunch.plan.stage_params import DataShards, DeviceParams
@@ -29,47 +30,6 @@ OUTER_BUCKET = 1 << 25
 """Numbers of a device that an outer step all-reduces at once, in fp32: 128 MiB, so that few wait for a far replica."""
 GATHERED_LAYERS = 2
 """Layers gathered at once by optim_grads_params: the one that computes, and the next one, prefetched."""
-
-
-@dataclass(frozen=True)
-class ModelStates:
-    """Bytes on one device.
-
-    Attributes:
-        loss: during the backward of the loss.
-        layer: during the backward of a layer, the first of a microbatch that holds most activations.
-        grad_reduce: gradients of a layer while they are reduced.
-        next_layer: during the backward of the layer after it, while the gradients of one are in flight; None if none
-            are.
-        layer_gradients: of a layer whose backward has ended, before they are reduced.
-        last_layer: during the backward of the last layer, with the gradients of all other layers; None where `layer`
-            has as much.
-        later_layer: during the backward of a layer of the second microbatch, with the gradients of the first; None
-            where `layer` has them.
-        later_loss: during the backward of the loss of the second microbatch of a virtual stage, with its gradients of
-            the first; None where `loss` has them.
-        tied: at the end of a backward, with the gradients of a table that embedding and head share; None if they do
-            not, and of every microbatch but the last, of which `microbatch_end` has them.
-        microbatch_end: at the end of the backward of a microbatch that is not the last.
-        step_end: at the end of the last one, when gradients of embedding and head are reduced.
-        update: during the update of tensors in bf16, which is computed in fp32; None if it needs no copies.
-        sums_each_gradient: each weight's gradient is added to that of earlier microbatches as soon as it is computed.
-    """
-
-    optimizer: float
-    loss: MemoryPhase
-    layer: MemoryPhase
-    grad_reduce: float
-    next_layer: MemoryPhase | None
-    last_layer: MemoryPhase | None
-    later_layer: MemoryPhase | None
-    later_loss: MemoryPhase | None
-    tied: MemoryPhase | None
-    microbatch_end: MemoryPhase | None
-    step_end: MemoryPhase
-    update: MemoryPhase | None = None
-    layer_gradients: float = 0.0
-    sums_each_gradient: bool = False
 
 
 def model_states(
@@ -88,6 +48,11 @@ def model_states(
         optimizer = layer_bytes * updated + root_extra + outer_state_bytes(spec) * updated
         if topology.dp * topology.cp == 1 and _computes_in_place(spec):
             states = _single_rank(spec, params, topology, optimizer, in_flight)
+        elif topology.has_expert_mesh and topology.edp == 1 and _computes_in_place(spec):
+            others = params.without_experts()
+            states = _fsdp(spec, topology, others, profile, data_shards.of(others), shards, optimizer, in_flight)
+            earlier = topology.microbatches > in_flight
+            states = with_local_experts(states, params, main_param_bytes(spec), earlier=earlier)
         else:
             states = _fsdp(spec, topology, params, profile, sharded_params, shards, optimizer, in_flight)
         update = None if _updates_at_once(spec, profile) else _update(spec, params, sharded_params, shards)

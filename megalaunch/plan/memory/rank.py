@@ -9,8 +9,9 @@ from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.in_flight import in_flight, waiting_for_weights
 from megalaunch.plan.memory.loss import loss_bytes
-from megalaunch.plan.memory.model_states import ModelStates, model_states
+from megalaunch.plan.memory.model_states import model_states
 from megalaunch.plan.memory.param_bytes import MemoryPhase
+from megalaunch.plan.memory.phase_states import ModelStates
 from megalaunch.plan.memory.profiles import MemoryProfile, profile_for
 from megalaunch.plan.memory.saved_activations import SavedBytes, head_bytes, saved_bytes
 from megalaunch.plan.parameters import vocabulary_rows

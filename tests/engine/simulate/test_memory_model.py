@@ -352,6 +352,13 @@ CASES += [
     _with_experts("ep4", f"{IMBALANCE}=2", precision="fp8_blockwise"),
     _with_experts("ep4", precision="fp8_rowwise"),
     _with_experts("ep4", precision="mxfp8", platform="b200"),
+    # Experts of one data-parallel rank that are computed with their main parameters: no copies, and no reduction.
+    Case("ep4", 4, (4, 1, 512), LAST_LAYER, shape=EXPERTS, precision="fp32"),
+    Case("ep4", 4, (16, 1, 256), LAYER, shape=EXPERTS, precision="fp32"),
+    Case("zero2ep4", 4, (12, 1, 512), LAYER, shape=EXPERTS, precision="fp32"),
+    Case("pp3ep2", 6, (12, 1, 512), LAYER, shape=EXPERTS, precision="fp32"),
+    Case("ep2tp2sp", 4, (4, 2, 256), GRAD_REDUCE, shape=EXPERTS, precision="fp32", platform="cpu"),
+    Case("ep4", 4, (8, 1, 512), LAYER, (MAIN_IN_BF16, "precision.grad_dtype=bf16"), shape=EXPERTS),
 ]
 
 
