@@ -8,8 +8,9 @@ import gc
 import pytest
 import torch
 
+from megalaunch.engine.parallel.activation_offload import offload_tensor
 from megalaunch.engine.platform.cpu import CpuPlatform
-from megalaunch.engine.platform.pinned_buffer import pinned_zeros
+from megalaunch.engine.platform.pinned_buffer import PinnedPool, pinned_zeros
 from megalaunch.engine.platform.registry import platform_of
 
 
@@ -49,6 +50,54 @@ def test_memory_of_a_platform_without_pinned_memory_is_torch_s():
     platform.pins_host_memory = False
     assert pinned_zeros((2**20,), torch.float32, platform).untyped_storage().nbytes() == 2**22
     assert not platform.pinned
+
+
+def test_a_pool_uses_its_buffers_again():
+    platform = PinsPages()
+    pool = PinnedPool(platform)
+    first, second = (pool.take((3, 2**20), torch.float32) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+    assert first.shape == (3, 2**20)
+    address = first.data_ptr()
+    pool.give_back(first)
+    again = pool.take((6, 2**20 - 8), torch.bfloat16)  # a little smaller, in another dtype
+    assert again.data_ptr() == address
+    assert (again.shape, again.dtype) == ((6, 2**20 - 8), torch.bfloat16)
+    assert pool.take((3, 2**20), torch.float32).data_ptr() != address
+    assert len(platform.pinned) == 3
+
+
+@pytest.mark.parametrize("length", [2**20, 2**20 + 1, 3 * 2**19 + 5, 2**21 - 1])
+def test_a_buffer_of_a_pool_is_at_most_an_eighth_larger(length):
+    platform = PinsPages()
+    assert PinnedPool(platform).take((length,), torch.uint8).numel() == length
+    assert length <= platform.pinned[0][1] <= length * 9 / 8
+
+
+def test_sizes_of_a_pool_are_few():
+    """Whatever the sizes of tensors, those that were given back serve again."""
+    platform = PinsPages()
+    pool = PinnedPool(platform)
+    for length in range(2**20, 2**21, 1001):
+        pool.give_back(pool.take((length,), torch.uint8))
+    assert len(platform.pinned) == 9
+
+
+def test_a_pool_gives_tensors_without_numbers():
+    platform = PinsPages()
+    platform.pins_host_memory = False
+    assert PinnedPool(platform).take((0, 4), torch.float32).shape == (0, 4)
+
+
+@pytest.mark.gpu
+def test_activations_come_back_from_a_pool():
+    """Each copy is read after a later one was sent, whose buffer another one had before."""
+    device = torch.device("cuda")
+    for step in range(3):
+        sent = [offload_tensor(torch.full((2**20 + step,), 10.0 * step + i, device=device)) for i in range(4)]
+        for i, one in enumerate(sent):
+            one.fetch()
+            assert one.wait().eq(10.0 * step + i).all()
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.layers import Output, SavePolicy
 from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.param_layout import local_param
+from megalaunch.engine.platform.pinned_buffer import PinnedPool
 from megalaunch.engine.platform.registry import platform_of
 from megalaunch.engine.torch_private import storage_id, tree_leaves
 
@@ -55,8 +56,11 @@ class _PinnedCopy:
         self._device, self._stream = flat.device, _side_stream(flat.device)
         self._back: Tensor | None = None
         self._stream.wait_stream(platform_of(flat.device).current_stream(flat.device))
+        pool = _pinned_pool(flat.device)
+        self._host = pool.take(flat.shape, flat.dtype)
+        # Whoever takes it next queues a copy to it on the same stream, behind the copies from it.
+        weakref.finalize(self, pool.give_back, self._host).atexit = False
         with self._stream:
-            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
         flat.record_stream(self._stream)  # the allocator must not reuse its memory before the copy is done
 
@@ -80,6 +84,11 @@ class _PinnedCopy:
 @cache
 def _side_stream(device: torch.device) -> torch.Stream:
     return platform_of(device).make_stream(device)
+
+
+@cache
+def _pinned_pool(device: torch.device) -> PinnedPool:
+    return PinnedPool(platform_of(device))
 
 
 def offload_tensor(flat: Tensor) -> OffloadedTensor:
