@@ -87,7 +87,7 @@ def find_accelerators(root: Path, environ: Mapping[str, str]) -> Accelerators:
     if problem:
         notes.append(problem)
         gpus = _read_proc(root) or [_Gpu("", "", None, None)] * count
-    usable = _visible(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    usable = [gpus[index] for index in visible_devices([gpu.uuid for gpu in gpus], environ)]
     if len(usable) < len(gpus):
         notes.append(f"CUDA_VISIBLE_DEVICES leaves {len(usable)} of {len(gpus)} GPUs.")
     if not usable:
@@ -142,16 +142,25 @@ def _read_proc(root: Path) -> list[_Gpu]:
     return gpus
 
 
-def _visible(gpus: Sequence[_Gpu], variable: str | None) -> list[_Gpu]:
-    """Apply CUDA_VISIBLE_DEVICES as CUDA does: entries after the first invalid one are ignored."""
+def visible_devices(uuids: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: entries after the first invalid one are ignored.
+
+    Args:
+        uuids: of all GPUs, in the driver's order.
+        environ: environment.
+
+    Returns:
+        The indices of the visible GPUs, in the order in which the process numbers them.
+    """
+    variable = environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
-        return list(gpus)
-    seen: list[_Gpu] = []
+        return list(range(len(uuids)))
+    seen: list[int] = []
     for entry in map(str.strip, variable.split(",")):
-        if entry.isdigit() and int(entry) < len(gpus):
-            seen.append(gpus[int(entry)])
+        if entry.isdigit() and int(entry) < len(uuids):
+            seen.append(int(entry))
             continue
-        named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        named = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
         if len(named) != 1:
             break
         seen.append(named[0])

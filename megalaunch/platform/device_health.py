@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from megalaunch.platform.accelerators import TOOL_TIMEOUT
+from megalaunch.platform.accelerators import visible_devices
 
+_TOOL_SECONDS = 20.0
+"""Longer than a driver that no process keeps loaded takes to answer for many devices: a timeout counts as a fault."""
 _MEMORY_ERRORS = "ecc.errors.uncorrected.volatile.total"
 _REMAP_FAILED, _REMAP_PENDING = "remapped_rows.failure", "remapped_rows.pending"
 
 
-def device_faults(device: str, environ: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the devices of this node, one phrase for each; empty where no tool knows.
+def device_faults(device: str, environ: Mapping[str, str], count: int) -> list[str]:
+    """Return what is wrong with the devices of a run on this node, one phrase for each; empty where no tool knows.
 
     Args:
         device: type of device in torch's words; only NVIDIA's driver has a tool that is asked.
         environ: environment; its PATH leads to the tool.
+        count: devices of the run on this node: the first of the visible ones.
     """
     tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if device != "cuda" or tool is None:
         return []
+    queries = (
+        f"--query-gpu=uuid,pci.bus_id,{_MEMORY_ERRORS}",
+        f"--query-remapped-rows=gpu_uuid,gpu_bus_id,{_REMAP_FAILED},{_REMAP_PENDING}",
+    )
     try:
-        errors = _query(tool, f"--query-gpu=pci.bus_id,{_MEMORY_ERRORS}")
-        remapped = _query(tool, f"--query-remapped-rows=gpu_bus_id,{_REMAP_FAILED},{_REMAP_PENDING}")
+        with ThreadPoolExecutor(len(queries)) as threads:  # each takes as long as the driver needs to load
+            errors, remapped = threads.map(functools.partial(_query, tool), queries)
     except subprocess.TimeoutExpired:
-        return [f"nvidia-smi did not answer in {TOOL_TIMEOUT:g} s, as with a driver that hangs"]
-    found = [f"{bus} has {count} uncorrected memory errors" for bus, count in errors if _is_positive(count)]
-    for bus, failed, pending in remapped:
+        return [f"nvidia-smi did not answer in {_TOOL_SECONDS:g} s, as with a driver that hangs"]
+    uuids = [row[0] for row in errors or remapped]
+    used = {uuids[index] for index in visible_devices(uuids, environ)[:count]}
+    errors, remapped = ([row for row in rows if row[0] in used] for rows in (errors, remapped))
+    found = [f"{bus} has {total} uncorrected memory errors" for _, bus, total in errors if _is_positive(total)]
+    for _, bus, failed, pending in remapped:
         if _is_positive(failed) or failed == "Yes":
             found.append(f"{bus} has no spare rows left to replace faulty memory")
         elif _is_positive(pending) or pending == "Yes":
@@ -43,7 +55,7 @@ def _query(tool: str, query: str) -> list[Sequence[str]]:
             [tool, query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
-            timeout=TOOL_TIMEOUT,
+            timeout=_TOOL_SECONDS,
             check=False,
         )
     except OSError:

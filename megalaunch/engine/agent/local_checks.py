@@ -13,6 +13,7 @@ from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.node_report import Problem
 from megalaunch.format.numbers import format_bytes
 from megalaunch.plan.memory.checkpoint_sizes import held_bytes, node_checkpoint_bytes, node_parts_at_once
+from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.cgroups import free_disk
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.device_health import device_faults
@@ -31,11 +32,11 @@ def local_problems(spec: RunSpec, run_directory: Path, address: str) -> list[Pro
     Args:
         spec: of the run.
         run_directory: it holds checkpoints too, whose size the launcher has compared with the disk.
-        address: of this node on its route to node 0.
+        address: of this node on its route to node 0; of a single node on the loopback interface.
     """
     accelerated = spec.platform.chip in CHIPS and CHIPS[spec.platform.chip].device != "cpu"
     folders = {run_directory: _LITTLE, Path(tempfile.gettempdir()): _LITTLE}
-    if accelerated:
+    if accelerated and resolved_world_size(spec.cluster) > 1:
         folders[_SHARED_MEMORY] = _LITTLE  # NCCL's buffers between the devices of a node
     return [
         *interface_problems(address, os.environ, accelerated),
@@ -80,7 +81,7 @@ def interface_problems(address: str, environ: Mapping[str, str], accelerated: bo
 
 def device_problems(spec: RunSpec) -> Iterator[Problem]:
     """Yield the faults of devices that the driver reports; a worker names a device that is missing."""
-    for fault in device_faults(CHIPS[spec.platform.chip].device, os.environ):
+    for fault in device_faults(CHIPS[spec.platform.chip].device, os.environ, int(spec.cluster.devices_per_node)):
         yield Problem(f"its device {fault}" if not fault.startswith("nvidia-smi") else fault, "reset or replace it")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from agent_meeting import MINE, Meeting, ended_loops  # noqa: F401  (a fixture)
+from launching import tiny_spec
 from made_specs import resolved
 
 from megalaunch.engine.agent import coordinator, inspection, local_checks, neighbours, shared_directory
@@ -312,10 +313,10 @@ sys.exit(code)
 @pytest.mark.parametrize(
     ("errors", "remapped", "code", "faults"),
     [
-        ("0:1, 0\n0:2, [N/A]", "0:1, 0, 0\n0:2, No, No", 0, []),
+        ("G1, 0:1, 0\nG2, 0:2, [N/A]", "G1, 0:1, 0, 0\nG2, 0:2, No, No", 0, []),
         (
-            "0:1, 0\n0:2, 3",
-            "0:1, 1, 0\n0:2, 0, 1",
+            "G1, 0:1, 0\nG2, 0:2, 3",
+            "G1, 0:1, 1, 0\nG2, 0:2, 0, 1",
             0,
             ["0:2 has 3", "0:1 has no spare", "0:2 replaces"],
         ),
@@ -326,6 +327,38 @@ def test_devices_with_faults(tmp_path, errors, remapped, code, faults):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(TOOL.format(python=sys.executable, errors=errors, remapped=remapped, code=code))
     tool.chmod(0o755)
-    found = device_faults("cuda", {"PATH": str(tmp_path)})
+    found = device_faults("cuda", {"PATH": str(tmp_path)}, 2)
     assert [fault.startswith(start) for fault, start in zip(found, faults, strict=True)] == [True] * len(faults)
-    assert device_faults("cpu", {"PATH": str(tmp_path)}) == []
+    assert device_faults("cpu", {"PATH": str(tmp_path)}, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "faults"),
+    [
+        (None, 4, ["0:1", "0:3"]),
+        (None, 1, ["0:1"]),
+        ("2,3", 2, ["0:3"]),
+        ("3,2", 1, []),
+        ("GPU-c", 1, ["0:3"]),
+        ("", 1, []),
+    ],
+)
+def test_devices_that_the_run_does_not_use_may_have_faults(tmp_path, visible, count, faults):
+    """On a machine that others share, a fault of their device is none of this run."""
+    errors = "GPU-a, 0:1, 1\nGPU-b, 0:2, 0\nGPU-c, 0:3, 0\nGPU-d, 0:4, 0"
+    remapped = "GPU-a, 0:1, 0, 0\nGPU-b, 0:2, 0, 0\nGPU-c, 0:3, 1, 0\nGPU-d, 0:4, 0, 0"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(TOOL.format(python=sys.executable, errors=errors, remapped=remapped, code=0))
+    tool.chmod(0o755)
+    environ = {"PATH": str(tmp_path)} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [fault.split()[0] for fault in device_faults("cuda", environ, count)] == faults
+
+
+def test_shared_memory_is_needed_between_devices(tmp_path, monkeypatch):
+    """A container has 64 MiB there by default, which any file in it makes too few."""
+    asked = []
+    monkeypatch.setattr(local_checks, "disk_problems", lambda folders: asked.append(sorted(map(str, folders))) or [])
+    for devices in (1, 2):
+        spec = tiny_spec(platform__chip="h100", cluster__devices_per_node=devices)
+        local_checks.local_problems(spec, tmp_path, "127.0.0.1")
+    assert ["/dev/shm" in folders for folders in asked] == [False, True]
