@@ -53,8 +53,8 @@ EXIT_MEANINGS: Mapping[ExitCode, ExitMeaning] = {
     ExitCode.DONE: ExitMeaning("completed", "The command did what it was asked for.", "nothing"),
     ExitCode.CONFIGURATION: ExitMeaning(
         "the configuration is invalid",
-        "A command line, recipe, key or layout is invalid, a package is missing, or the run directory belongs to "
-        "another run or is in use.",
+        "A command line, recipe, key or layout is invalid, a package is missing, the run directory belongs to "
+        "another run or is in use, or a node failed the preflight.",
         "change the settings named above, then launch again",
     ),
     ExitCode.DATA: ExitMeaning(

@@ -130,7 +130,7 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
                 "eod_mask_loss": data.eod_mask_loss,
             },
             "checkpoint": {"load_pretrained": str(source.checkpoint.absolute())},
-            "launcher": {"max_restarts": 0, "stop_grace_period": 1.0},
+            "launcher": {"max_restarts": 0, "stop_grace_period": 1.0, "preflight": False},
             "run": {"name": "text", "directory": str(directory.root)},
         }
     )

@@ -24,8 +24,8 @@ class LauncherSpec:
     python: str | None = setting(None, "Python of the nodes; null: the path of this one, or `python3` in a container.")
     preflight: bool = setting(
         True,
-        "Check the nodes of a run on several before the first step: software, network and its bandwidth, clocks, "
-        "devices, disks, and that they share the run directory.",
+        "Check the nodes of a run before the first step: devices, disks and interfaces; of several also software, "
+        "network and its bandwidth, clocks, and that they share the run directory.",
     )
     max_restarts: int = setting(3, "Restarts in a row after failures; each new checkpoint resets the count.", minimum=0)
     restart_backoff: float = setting(

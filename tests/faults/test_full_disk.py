@@ -23,6 +23,7 @@ from megalaunch.rundir.paths import RunDirectory
 READ_ONLY, FULL = (pytest.param(fault, marks=pytest.mark.release) for fault in ("read_only", "full"))
 """To those who write, one is like the other, and like a file system that is not there: half a minute each."""
 NOTHING_BETWEEN = ("train.validation_interval=0", "checkpoint.interval=0")
+NOT_CHECKED = "launcher.preflight=false"  # before the start, when the small disk already has less than a run needs
 SECONDS = 10  # of a fault
 
 
@@ -86,7 +87,8 @@ def test_storage_that_fails_for_a_time_delays_the_run(tmp_path, small_disk, faul
     """It fails for longer than the limit of a hang, while metrics are written."""
     faults = {"full": lambda: full(small_disk), "unmounted": lambda: unmounted(small_disk)}
     directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
-    overrides = ("train.steps=150", *NOTHING_BETWEEN, "launcher.hang_timeout=5", "launcher.step_timeout=5")
+    limits = ("launcher.hang_timeout=5", "launcher.step_timeout=5")
+    overrides = ("train.steps=150", *NOTHING_BETWEEN, *limits, NOT_CHECKED)
     with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
         with faults.get(fault, lambda: read_only(directory.root))():
@@ -125,7 +127,7 @@ def test_a_checkpoint_that_finds_no_space_is_written_again(tmp_path, small_disk,
     directory, undisturbed = RunDirectory(small_disk / "run"), RunDirectory(tmp_path / "undisturbed")
     overrides = (
         *("train.steps=40", "checkpoint.interval=20", "train.validation_interval=0"),
-        *(f"checkpoint.async_save={is_async}", "launcher.hang_timeout=5"),
+        *(f"checkpoint.async_save={is_async}", "launcher.hang_timeout=5", NOT_CHECKED),
     )
     with training(tmp_path, f"run.directory={directory.root}", *overrides) as process:
         wait_until(directory.checkpoints.is_dir, 90)
@@ -148,7 +150,7 @@ def test_a_checkpoint_that_finds_no_space_is_written_again(tmp_path, small_disk,
 def test_the_deadline_ends_the_run_and_it_resumes(tmp_path, small_disk, fault):
     """The ranks end together on the line that could not be written; if no worker can say it, the launcher does."""
     directory = RunDirectory(small_disk / "run")
-    overrides = (f"run.directory={directory.root}", "train.steps=4000", *NOTHING_BETWEEN)
+    overrides = (f"run.directory={directory.root}", "train.steps=4000", *NOTHING_BETWEEN, NOT_CHECKED)
     with training(tmp_path, *overrides, "run.storage_timeout=3") as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
         with full(small_disk) if fault == "full" else read_only(directory.root):

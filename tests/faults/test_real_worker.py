@@ -200,7 +200,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     directory = RunDirectory(small_disk / "run")
-    overrides = (f"train.steps={STEPS}", f"checkpoint.async_save={beside}")
+    overrides = (f"train.steps={STEPS}", f"checkpoint.async_save={beside}", "launcher.preflight=false")
     assert train_tiny(small_disk, *overrides, "train.exit_at_step=10", shared=shared)[0] == 0
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.local_checks import local_problems
 from megalaunch.engine.agent.member import Endpoint, NodeLost, PreflightFailed, RendezvousProblem, WorkersEnded
 from megalaunch.engine.agent.output import NoLogFiles, log
+from megalaunch.engine.agent.preflight import Findings
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
 from megalaunch.engine.torch_private import make_elastic_agent, observe_failed_workers
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, current_attempt
@@ -64,7 +66,7 @@ def main(arguments: list[str]) -> int:
     """Run the workers of this node; returns the exit code of the run, or of this agent."""
     node = _parse(arguments)
     directory = RunDirectory(node.spec_file.parent)
-    watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher manages the run directory and the outcome
+    watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher writes the outcome of failed workers
     spec = read_spec(node.spec_file)
     failed_workers = None if watched else FailedWorkers(directory)
     agent = _NodeAgent(spec, node, directory, failed_workers)
@@ -77,8 +79,7 @@ def main(arguments: list[str]) -> int:
         failed = agent.run()
     except RendezvousProblem as problem:
         log(str(problem))
-        if failed_workers is not None:
-            _conclude(directory, node, problem, _outcome(problem, failed_workers, directory, spec))
+        _conclude(directory, node, problem, _outcome(problem, failed_workers, directory, spec))
         return problem.exit_code
     except SignalException as stopped:
         failed = 128 + int(stopped.sigval)
@@ -152,6 +153,7 @@ class _NodeAgent:
         node, nodes = self._node, int(self._spec.cluster.nodes)
         timeout = datetime.timedelta(seconds=STORE_SECONDS)
         if nodes == 1:
+            self._check_node()
             listen_only_on(interface_of(LOOPBACK))
             return LoopbackRendezvous(secrets.token_hex(16), timeout)
         if node.endpoint is None:
@@ -176,6 +178,15 @@ class _NodeAgent:
             functools.partial(local_problems, self._spec, root),
         )
 
+    def _check_node(self) -> None:
+        """Check the node of a run on one, before the first start of its workers. Raises PreflightFailed."""
+        if not self._spec.launcher.preflight or current_attempt(os.environ):
+            return
+        problems = local_problems(self._spec, self._directory.root, LOOPBACK)
+        if problems:
+            found = Findings({0: problems})
+            raise PreflightFailed(found.refusal({0: socket.gethostname()}, nodes=1), sorted(found.problems))
+
     def _end_workers(self) -> None:
         """Kill the workers when the run cannot continue: those in a collective would wait for its timeout."""
         self._has_ended_workers = True
@@ -186,10 +197,10 @@ class _NodeAgent:
 
 
 def _outcome(
-    problem: RendezvousProblem, failed_workers: FailedWorkers, directory: RunDirectory, spec: RunSpec
+    problem: RendezvousProblem, failed_workers: FailedWorkers | None, directory: RunDirectory, spec: RunSpec
 ) -> Outcome:
     """Return the outcome of a run that ends with this problem: where its workers failed, why they did, if known."""
-    if isinstance(problem, WorkersEnded):
+    if isinstance(problem, WorkersEnded) and failed_workers is not None:
         with contextlib.suppress(OSError):
             failure = failed_workers.cause(current_attempt(os.environ))
             if failure is not None:

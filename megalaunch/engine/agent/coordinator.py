@@ -182,10 +182,7 @@ class Coordinator:
             await self._start_if_complete()
             return
         hosts = {**self._refused, **{node: peer.host for node, peer in peers.items()}}
-        failed = sorted(found.problems)
-        count = f"{len(failed)} of {self._nodes} nodes failed the preflight"
-        text = f"{count}: {'; '.join(found.describe(node, hosts[node]) for node in failed)}"
-        await self._broadcast({"failed": text, "nodes": failed})
+        await self._broadcast({"failed": found.refusal(hosts, self._nodes), "nodes": sorted(found.problems)})
 
     async def _lose(self, node: int, peer: _Peer) -> None:
         if self._peers.get(node) is not peer:

@@ -49,7 +49,18 @@ class Findings:
     problems: dict[int, list[Problem]] = field(default_factory=lambda: defaultdict(list))
     warnings: list[str] = field(default_factory=list)
 
-    def describe(self, node: int, host: str) -> str:
+    def refusal(self, hosts: Mapping[int, str], nodes: int) -> str:
+        """Return one sentence with the problems of each failed node and their fixes.
+
+        Args:
+            hosts: host names by node, at least of the failed ones.
+            nodes: number of nodes of the run.
+        """
+        failed = sorted(self.problems)
+        what = "the preflight failed" if nodes == 1 else f"{len(failed)} of {nodes} nodes failed the preflight"
+        return f"{what}: {'; '.join(self._describe(node, hosts[node]) for node in failed)}"
+
+    def _describe(self, node: int, host: str) -> str:
         """Return a node's problems and their fixes in one clause."""
         return f"node {node} ({host}): " + "; ".join(f"{cause}: {fix}" for cause, fix in self.problems[node])
 

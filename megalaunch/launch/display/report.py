@@ -10,7 +10,7 @@ from megalaunch.format.paths import display_path
 from megalaunch.launch.agent import last_lines
 from megalaunch.launch.hang.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
-from megalaunch.rundir.outcome import EXIT_MEANINGS, ExitCode
+from megalaunch.rundir.outcome import EXIT_MEANINGS, FAILED_NODES, ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.worker_failure import BROKEN_TORCH, Failure
 from megalaunch.schema import RunSpec
@@ -47,6 +47,8 @@ def _title(code: ExitCode, spec: RunSpec, end: LaunchResult) -> str:
     title = EXIT_MEANINGS[code].title
     if _has_broken_torch(end):
         return BROKEN_TORCH
+    if FAILED_NODES in end.outcome.details:
+        return "the preflight failed"
     if _has_zero_gradients(end):
         return "the gradient is zero: no parameter is updated"
     if code == ExitCode.NON_FINITE and "differing_ranks" in end.outcome.details:
@@ -74,6 +76,8 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
     step, failure = EXIT_MEANINGS[code].action, end.failure
     if _has_broken_torch(end):
         return "repair or leave out that package, then launch again"
+    if FAILED_NODES in end.outcome.details:
+        return "repair what is named above, then launch again; launcher.preflight=false leaves the checks out"
     if _has_zero_gradients(end):
         return (
             "start a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
