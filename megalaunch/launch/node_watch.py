@@ -1,9 +1,9 @@
 """Watch the workers of one of several nodes for hangs: name the hung rank, and end the workers of this node.
 
 Every node measures the silence of its own ranks, since the records of others may arrive late through a shared file
-system. Before it declares a hang it reads those of all ranks. The launcher of a node whose rank is stopped names it,
-else that of node 0, from the traces that each launcher requests from its own ranks. All see the `worker_failed` event
-and kill their workers; the agents, or who started them, restart the run.
+system. Before it declares a hang it reads those of all ranks. The launcher of a node whose rank is stopped, or busy and
+without an answer, names it, else that of node 0, from the traces that each launcher requests from its own ranks. All
+see the `worker_failed` event and kill their workers; the agents, or who started them, restart the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 from megalaunch.launch.failure import hang_failure, record_failure
 from megalaunch.launch.hang.collective_traces import REPLY_SECONDS, request_traces
-from megalaunch.launch.hang.diagnosis import diagnose_hang
+from megalaunch.launch.hang.diagnosis import HungRank, diagnose_hang, diagnose_silent_rank
 from megalaunch.launch.hang.hang_detector import STEP_SECONDS, HangDetector
 from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.storage_monitor import StorageMonitor
@@ -160,9 +160,14 @@ class _NodeAttempt:
                 return
             self._hung_since = now
             if not self._is_reporter:
-                request_traces(self._running, self._directory)
+                answers = request_traces(self._running, self._directory)
+                silent = diagnose_silent_rank(self.ranks, self._directory, answers)
+                if silent is not None:
+                    self._report(silent)
+                    return
         if self._is_reporter or now - self._hung_since > _REPORT_SECONDS:
-            self._report_hang()
+            attempt = self.ranks.attempt
+            self._report(diagnose_hang(self.ranks, self._directory, lambda: self._failures.has_hang(attempt)))
 
     @property
     def _others_were_silent(self) -> bool:
@@ -177,10 +182,9 @@ class _NodeAttempt:
     def _is_reporter(self) -> bool:
         return self._reports_hangs or any(rank.is_stopped for rank in self._running)
 
-    def _report_hang(self) -> None:
+    def _report(self, hung: HungRank) -> None:
         """Write the `worker_failed` event of the hung rank, unless a failure of another rank has led to the silence."""
         attempt = self.ranks.attempt
-        hung = diagnose_hang(self.ranks, self._directory, lambda: self._failures.has_hang(attempt))
         if not self._failures.of(attempt):
             failure = hang_failure(attempt, hung.rank, self.ranks.step, self._detector.silent, hung.reason)
             record_failure(self._storage, failure)

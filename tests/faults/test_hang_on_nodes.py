@@ -18,6 +18,11 @@ from megalaunch.rundir.progress import read_progress
 
 pytestmark = pytest.mark.timed
 
+LOOPS = {
+    "loop": "while True: pass",  # as a data set that never yields
+    "native loop": "__import__('re').match('(a+)+$', 60 * 'a' + 'b')",
+}
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
@@ -67,12 +72,12 @@ def test_the_agents_restart_the_workers_after_a_hang(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stop", "loop"])
+@pytest.mark.parametrize("kind", ["stop", "loop", "native loop"])
 def test_a_rank_that_makes_no_progress_is_named_with_the_stacks_of_all(tmp_path, shared, kind):
     run = RunDirectory(tmp_path / "run")
     environment = {}
-    if kind == "loop":
-        write_faulty_step(tmp_path, rank=1, step=20, fault="while True: pass")  # as a data set that never yields
+    if kind != "stop":
+        write_faulty_step(tmp_path, rank=1, step=20, fault=LOOPS[kind])
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     nodes = start_training_nodes(tmp_path, "train.steps=4000", "launcher.max_restarts=0", shared=shared, **environment)
     with killed_on_failure(nodes):
@@ -85,11 +90,12 @@ def test_a_rank_that_makes_no_progress_is_named_with_the_stacks_of_all(tmp_path,
     with ended_processes(nodes) as (first, second):
         assert (first.returncode, second.returncode) == (6, 6), first.output + second.output
     print(f"{kind}: noticed after {seconds:.1f} s")
-    assert seconds < 30  # 12 s, and the answers of the other ranks, as on one node
+    # 12 s, and the answers of the other ranks. Of native code that keeps the interpreter's lock there is none.
+    assert seconds < (20 if kind == "native loop" else 30)
     assert (hang["rank"], hang["coordinates"]) == (1, "dp1")
     assert "the workers hung" in first.output
     assert has_stack(run, 0)
-    assert has_stack(run, 1) == (kind == "loop")
-    assert kind == "stop" or "it is busy" in hang["message"]
+    assert has_stack(run, 1) == (kind != "stop")
+    assert {"stop": "", "loop": "it is busy", "native loop": "the other ranks wait"}[kind] in hang["message"]
     assert read_outcome(run.outcome).details["rank"] == 1
     assert running(worker_pids(run)) == []

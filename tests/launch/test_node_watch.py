@@ -18,6 +18,7 @@ from megalaunch.launch.hang import diagnosis, rank_monitor
 from megalaunch.launch.node_watch import NodeWatch
 from megalaunch.launch.storage_monitor import StorageMonitor
 from megalaunch.process import find_process, is_stopped
+from megalaunch.rundir.collective_trace import Collective, CollectiveTrace, GroupTrace, write_collective_trace
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.progress import Progress
 
@@ -34,6 +35,7 @@ class WatchedNode:
         self.now, self.ticks = 1000.0, 0
         self.looks: list[float] = []  # when the other rank's progress was read
         self.requests = 0  # of traces
+        self.answers: dict[int, CollectiveTrace] = {}
         monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(rank_monitor, "read_progress", self._reading(rank_monitor.read_progress))
         for module in (node_watch, diagnosis):
@@ -75,7 +77,14 @@ class WatchedNode:
 
     def _request_traces(self, ranks, directory, is_known=None):
         self.requests += 1
-        return {}
+        return self.answers
+
+    def trace(self, rank: int) -> CollectiveTrace:
+        """The trace of a rank that waits for the other one, written by it now."""
+        group = GroupTrace("world", BOTH, (Collective(7, "all_reduce of [1]", True),))
+        trace = CollectiveTrace(0, self.now, "x.py:1 f", True, (group,))
+        write_collective_trace(self.directory.collective_trace(rank), trace)
+        return trace
 
 
 @pytest.fixture
@@ -114,6 +123,28 @@ def test_any_node_names_the_hung_rank_if_no_other_has(node):
     assert one.is_running  # other launchers request stacks
     one.watch(3, NEITHER)
     assert one.worker.wait(5) == -signal.SIGKILL
+
+
+def test_a_node_names_its_rank_that_does_not_answer_if_the_other_waits_for_it(node):
+    """Node 0 cannot see that the rank is busy in native code, and would wait for its answer."""
+    one = node(1, 20.0)
+    one.watch(19, NEITHER)
+    one.trace(0)
+    one.watch(2, NEITHER)
+    assert (one.hangs, one.requests) == ([1], 1)
+    (event,) = events_of(one.directory, "worker_failed")
+    assert "the other ranks wait in collectives that it has not called" in event["message"]
+
+
+@pytest.mark.parametrize("traced", [NEITHER, BOTH])
+def test_a_rank_for_which_no_other_waits_is_not_named(node, traced):
+    one = node(1, 20.0)
+    one.watch(19, NEITHER)
+    one.answers = {rank: one.trace(rank) for rank in traced if rank == 1}
+    for rank in traced:
+        one.trace(rank)
+    one.watch(10, NEITHER)
+    assert (one.hangs, one.requests) == ([], 1)
 
 
 def test_node_0_names_the_hung_rank_at_the_limit(node):

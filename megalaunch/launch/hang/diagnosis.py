@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from megalaunch.launch.hang.collective_mismatch import Culprit, find_desynced_rank, find_mismatched_collective
@@ -45,6 +45,30 @@ def diagnose_hang(
         return HungRank(ranks.slowest())
     if culprit.rank not in ranks.known:  # only the traces of the others name it
         return HungRank(None, f"rank {culprit.rank}: {culprit.message}")
+    return HungRank(ranks.known[culprit.rank], culprit.message)
+
+
+def diagnose_silent_rank(
+    ranks: RankMonitor, directory: RunDirectory, answers: Mapping[int, CollectiveTrace]
+) -> HungRank | None:
+    """Name a rank of this machine that has not answered, if all that have wait for it; None if there is none.
+
+    It is native code that holds the interpreter's lock: other machines cannot know that it will not answer.
+
+    Args:
+        answers: the traces of the ranks of this machine, which it was asked for; those of others are read.
+    """
+    silent = {rank.progress.rank for rank in ranks.local if not rank.ended} - answers.keys()
+    if not silent:
+        return None
+    traces = dict(answers)
+    for number, rank in ranks.known.items():
+        trace = read_collective_trace(directory.collective_trace(number), ranks.attempt, rank.progress.time)
+        if rank.process is None and trace is not None:
+            traces[number] = trace
+    culprit = find_desynced_rank(traces)
+    if culprit is None or culprit.rank not in silent:
+        return None
     return HungRank(ranks.known[culprit.rank], culprit.message)
 
 
