@@ -99,6 +99,14 @@ class Mesh:
         """The pipeline-parallel axis."""
         return Axis.from_mesh(self.world_mesh, "pp")
 
+    @cached_property
+    def stage_group(self) -> ProcessGroup:
+        """The process group of all ranks of this pipeline stage. All ranks read it first at the same time."""
+        grid = self.topology.dense_grid
+        made = _make_group("stage", grid.groups(*(name for name, _ in grid.axes if name != "pp")), may_be_world=False)
+        keep_timeout(made)
+        return made
+
     @property
     def uses_gloo(self) -> bool:
         """True if collectives run through gloo, on CPUs: its reduce-scatter is slow, and there are no streams."""

@@ -22,7 +22,8 @@ class Float8Spec:
     margin: int = setting(0, "Delayed scales are divided by 2 to the power of this margin.", minimum=0, maximum=16)
     amax_history_len: int = setting(
         1024,
-        "Steps whose maximum absolute values (amax) determine the delayed scale; 1: the most recent step.",
+        "Steps (Transformer Engine: microbatches) whose maximum absolute values (amax) determine the delayed scale; 1: "
+        "the most recent one.",
         "steps",
         minimum=1,
     )

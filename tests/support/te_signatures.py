@@ -29,6 +29,11 @@ PATHS = (
     *("common.recipe.DelayedScaling", "common.recipe.Float8CurrentScaling", "common.recipe.Float8BlockScaling"),
     *("common.recipe.MXFP8BlockScaling", "common.recipe.Format", "common.recipe.Format.E4M3"),
     "common.recipe.Format.HYBRID",
+    *(
+        f"pytorch.{layer}.{name}"
+        for layer in ("Linear", "LayerNormLinear", "GroupedLinear")
+        for name in ("init_fp8_metadata", "get_fp8_meta_tensors", "reset_fp8_meta_tensors")
+    ),
 )
 """What is kept, without the prefix `transformer_engine.`: functions, classes, their methods and class attributes."""
 

@@ -3,7 +3,7 @@
 It computes in the dtype of its inputs, or with `quantize` in emulated fp8 by this project's own matmuls. It holds its
 callers to what Transformer Engine documents or asserts: an autocast, contiguous input whose rows can be cast, weights
 of the rank's shape, one backward for a forward. As Transformer Engine, it computes with the weights of the last pass
-that was said to be the first of its step.
+that was said to be the first of its step, and its layers keep histories for delayed scaling.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from te_delayed_scaling import BACKWARD, FORWARD, TENSORS, Manager, Scales, Tensors, cast_weight
 from torch import Tensor, nn
 
 from megalaunch.engine.precision.float8 import Float8Matmuls
@@ -29,6 +30,23 @@ from megalaunch.schema.precision import Float8Spec
 class Format(enum.Enum):
     E4M3 = "e4m3"
     HYBRID = "hybrid"
+
+
+@dataclass
+class DelayedScaling:
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: Callable | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    name, alignment = "delayed", 16
+
+    def largest(self, is_forward: bool) -> float:
+        is_e5m2 = self.fp8_format is Format.HYBRID and not is_forward
+        return torch.finfo(torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn).max
 
 
 @dataclass
@@ -60,6 +78,7 @@ class State:
     experts: list[GroupedLinear] = field(default_factory=list)
     normed: int = 0
     casts: int = 0
+    manager: Manager = field(default_factory=Manager)
 
 
 STATE = State()
@@ -73,14 +92,58 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    before, STATE.recipe = STATE.recipe, recipe if enabled else None
+    manager = STATE.manager
+    before = STATE.recipe, manager.group, manager.is_first
+    STATE.recipe, manager.group = recipe if enabled else None, amax_reduction_group
+    manager.is_first |= manager.depth == 0
+    manager.depth += 1
     try:
         yield
     finally:
-        STATE.recipe = before
+        STATE.recipe, manager.group, manager.is_first = before
+        manager.depth -= 1
+        if enabled and manager.depth == 0 and torch.is_grad_enabled():
+            manager.make_entries(FORWARD)
 
 
-class Linear(nn.Module):
+class _Module(nn.Module):
+    """With the state of delayed scaling; `weight_scales` are those of the cast weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meta: dict[str, Tensors] = {}
+        self.weight_scales: list[Tensor] = []
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        if STATE.recipe.name != "delayed" or self.meta:
+            return
+        for direction, each in TENSORS.items():
+            history = torch.zeros(STATE.recipe.amax_history_len, each * num_gemms, device="cpu")
+            self.meta[direction] = Tensors(torch.ones(each * num_gemms, device="cpu"), history)
+
+    def get_fp8_meta_tensors(self) -> None:
+        if not self.meta:
+            return None
+        return {name: [each.scale.clone(), each.amax_history.clone()] for name, each in self.meta.items()}
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: Any = None) -> None:
+        for name, each in self.meta.items():
+            each.scale.copy_(fp8_meta_tensors[name][0])
+            each.amax_history.copy_(fp8_meta_tensors[name][1])
+
+    def prepare(self, weights: list[Tensor], casts: bool) -> list[Any]:
+        """Return the matmuls of a call, one for each weight; `casts`: it casts the weights."""
+        self.init_fp8_metadata(num_gemms=len(weights))
+        STATE.casts += casts
+        if STATE.recipe.name != "delayed":
+            return [_matmuls(None)] * len(weights)
+        STATE.manager.register(STATE.recipe, self.meta)
+        if casts:
+            self.weight_scales = [cast_weight(self.meta, matmul, weight) for matmul, weight in enumerate(weights)]
+        return [_matmuls(Scales(self.meta, matmul, scale)) for matmul, scale in enumerate(self.weight_scales)]
+
+
+class Linear(_Module):
     def __init__(
         self,
         in_features: int,
@@ -139,8 +202,8 @@ class Linear(nn.Module):
         assert inp.shape[-1] == weight.shape[-1]
         if is_first_microbatch is None or is_first_microbatch:
             self.cached = _cast(weight)
-            STATE.casts += 1
-        return _LinearFn.apply(inp, weight, self, _matmuls())
+        (matmuls,) = self.prepare([weight], is_first_microbatch in (None, True))
+        return _LinearFn.apply(inp, weight, self, matmuls)
 
 
 class LayerNormLinear(Linear):
@@ -190,7 +253,7 @@ class LayerNormLinear(Linear):
         return super().forward(normed, is_first_microbatch)
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(_Module):
     def __init__(
         self,
         num_gemms: int,
@@ -242,8 +305,8 @@ class GroupedLinear(nn.Module):
             assert (weight.dtype, weight.shape) == (inp.dtype, (out_features, in_features))
         if is_first_microbatch is None or is_first_microbatch:
             self.cached = [_cast(weight) for weight in weights]
-            STATE.casts += 1
-        return _GroupedLinearFn.apply(inp, m_splits, self.cached, _matmuls(), *weights)
+        matmuls = self.prepare(weights, is_first_microbatch in (None, True))
+        return _GroupedLinearFn.apply(inp, m_splits, self.cached, matmuls, *weights)
 
 
 class RMSNorm(nn.Module):
@@ -288,8 +351,10 @@ class _GroupedLinearFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: list[int], cached: list[Tensor], matmuls: Any, *weights: Tensor) -> Tensor:
         ctx.splits, ctx.cached, ctx.matmuls, ctx.done = splits, cached, matmuls, False
+        ctx.is_first = STATE.manager.take_first()
         _save(ctx, x, *weights)
-        return torch.cat([matmuls.output(*pair) for pair in zip(x.split(splits), cached, strict=True)])
+        each = zip(matmuls, x.split(splits), cached, strict=True)
+        return torch.cat([one.matmuls.output(rows, weight) for one, rows, weight in each])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -298,17 +363,37 @@ class _GroupedLinearFn(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         for weight, cast in zip(weights, ctx.cached, strict=True):
             assert torch.equal(weight, cast), "the weight changed, or its memory was freed"
-        grads = [ctx.matmuls.prepare(part, both=True) for part in dy.contiguous().split(ctx.splits)]
-        parts = list(zip(grads, x.split(ctx.splits), ctx.cached, strict=True))
-        dx = torch.cat([ctx.matmuls.input_grad(grad, weight) for grad, _, weight in parts])
-        return dx, None, None, None, *(ctx.matmuls.weight_grad(grad, rows) for grad, rows, _ in parts)
+        parts = zip(ctx.matmuls, dy.contiguous().split(ctx.splits), x.split(ctx.splits), ctx.cached, strict=True)
+        grads = [one.gradients(*rest) for one, *rest in parts]
+        _end_backward(ctx)
+        return torch.cat([dx for dx, _ in grads]), None, None, None, *(dweight for _, dweight in grads)
 
 
-def _matmuls() -> Any:
+@dataclass
+class _Matmuls:
+    """The matmuls of one weight in a call, with its scales by delayed scaling."""
+
+    matmuls: Any
+    scales: Scales | None
+
+    def gradients(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of input and weight."""
+        if self.scales is not None:
+            self.scales.is_backward = True
+        grad = self.matmuls.prepare(dy, both=True)
+        return self.matmuls.input_grad(grad, weight), self.matmuls.weight_grad(grad, x.flatten(0, -2))
+
+
+def _matmuls(scales: Scales | None) -> _Matmuls:
     if not STATE.quantize:
-        return COMPUTE_DTYPE
+        return _Matmuls(COMPUTE_DTYPE, None)
     spec = Float8Spec(recipe=STATE.recipe.name, format=STATE.recipe.fp8_format.value)
-    return Float8Matmuls(spec, True, lambda dims, amax: amax, None)
+    return _Matmuls(Float8Matmuls(spec, True, lambda dims, amax: amax, scales), scales)
+
+
+def _end_backward(ctx: Any) -> None:
+    if ctx.is_first:
+        STATE.manager.make_entries(BACKWARD)
 
 
 def _cast(weight: Tensor) -> Tensor:
@@ -329,9 +414,10 @@ class _LinearFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, matmuls: Any) -> Tensor:
         ctx.layer, ctx.matmuls, ctx.cached, ctx.done = layer, matmuls, layer.cached, False
+        ctx.is_first = STATE.manager.take_first()
         _save(ctx, x, weight)
         whole = _gather(x, layer.group) if layer.mode == "column" and layer.sequence_parallel else x
-        y = matmuls.output(whole, layer.cached)
+        y = matmuls.matmuls.output(whole, layer.cached)
         return _sum(y, layer) if layer.mode == "row" else y
 
     @staticmethod
@@ -344,9 +430,8 @@ class _LinearFn(torch.autograd.Function):
             x = _gather(x, layer.group)
         if layer.mode == "row" and layer.sequence_parallel:
             dy = _gather(dy, layer.group)
-        grad = ctx.matmuls.prepare(dy, both=True)
-        dx = ctx.matmuls.input_grad(grad, ctx.cached)
-        dweight = ctx.matmuls.weight_grad(grad, x.flatten(0, -2))
+        dx, dweight = ctx.matmuls.gradients(dy, x, ctx.cached)
+        _end_backward(ctx)
         return _sum(dx, layer) if layer.mode == "column" else dx, dweight, None, None
 
 
@@ -368,7 +453,7 @@ def transformer_engine_modules() -> dict[str, ModuleType]:
     common, recipes = ModuleType("transformer_engine.common"), ModuleType("transformer_engine.common.recipe")
     for each in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, autocast):
         setattr(layers, each.__name__, each)
-    for each in (Format, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
+    for each in (Format, DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         setattr(recipes, each.__name__, each)
     library.pytorch, library.common, common.recipe = layers, common, recipes
     return {module.__name__: module for module in (library, layers, common, recipes)}

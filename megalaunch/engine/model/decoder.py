@@ -29,7 +29,7 @@ from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.model.transformer_block import TransformerBlock
 from megalaunch.engine.param_layout import COLUMN_PARALLEL
-from megalaunch.engine.precision.amax_history import AmaxHistories
+from megalaunch.engine.precision.amax_history import DelayedScales
 from megalaunch.engine.precision.param_gather import ParamGather
 from megalaunch.plan.parameters import vocabulary_rows
 
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
                 for depth, layer in enumerate(config.mtp_layers)
             }
         )
-        self.amax_histories: AmaxHistories | None = None  # of delayed fp8 scaling
+        self.amax_histories: DelayedScales | None = None  # of delayed fp8 scaling
         self.param_gather: ParamGather | None = None  # of weights in fp8
         self.library_layers: tuple[CastsWeights, ...] = ()  # that compute this part's linear layers and experts
         self.group_save_policy: SavePolicy = save_activations

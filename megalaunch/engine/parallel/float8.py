@@ -7,7 +7,8 @@ The rows of an expert are an exception: they come from all samples that its rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,7 @@ from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.parallel.float8_gather import Float8Layer, Float8ParamGather
 from megalaunch.engine.parallel.transformer_engine import apply_transformer_engine
 from megalaunch.engine.param_layout import ParamLayout
-from megalaunch.engine.precision.amax_history import AmaxHistories
+from megalaunch.engine.precision.amax_history import AmaxHistories, DelayedScales
 from megalaunch.engine.precision.float8 import Float8Matmuls, LinearDim, operand_dtypes
 from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
 from megalaunch.engine.precision.param_gather import ParamGather
@@ -42,7 +43,7 @@ def apply_float8(model: Decoder, spec: RunSpec, mesh: Mesh) -> None:
         return
     settings, emulate, chosen = spec.precision.fp8, spec.precision.emulate, dict(_float8_layers(model, spec))
     if settings.implementation == "transformer_engine":
-        apply_transformer_engine(model, chosen.values(), spec, mesh)
+        apply_transformer_engine(model, chosen, spec, mesh)
         return
     histories = None
     if settings.recipe == "delayed":
@@ -87,10 +88,14 @@ def begin_float8_step(model: ModelParts) -> None:
         gather.prepare_step()
 
 
-def forget_amaxes(stage: nn.Module) -> None:
-    """Forget the amaxes of a step so far, after a pass that was no microbatch: a pipeline's shape inference."""
-    if isinstance(stage, Decoder) and stage.amax_histories is not None:
-        stage.amax_histories.begin_step()
+@contextmanager
+def keep_histories(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Return a context whose passes leave no trace in the histories of these stages: a pipeline's shape inference."""
+    with ExitStack() as contexts:
+        for stage in stages:
+            if isinstance(stage, Decoder) and stage.amax_histories is not None:
+                contexts.enter_context(stage.amax_histories.keep())
+        yield
 
 
 def update_float8_scales(model: ModelParts) -> None:
@@ -107,7 +112,8 @@ def update_float8_scales(model: ModelParts) -> None:
 def end_float8_step(model: ModelParts, mesh: Mesh) -> None:
     """Compute the delayed scales of the next step, before an update. Collective over the ranks of a pipeline stage.
 
-    A step without an update makes no entry: the next one has its scales, and forgets its amaxes.
+    A step without an update makes no entry: the next one has its scales, and forgets its amaxes. Transformer Engine
+    has made its own entries.
     """
     for histories in _histories(model):
         histories.end_step(partial(_reduce_over_stage, mesh))
@@ -125,7 +131,7 @@ def restore_float8(model: ModelParts) -> None:
     update_float8_scales(model)
 
 
-def _histories(model: ModelParts) -> Iterator[AmaxHistories]:
+def _histories(model: ModelParts) -> Iterator[DelayedScales]:
     return (part.amax_histories for part in model.parts if part.amax_histories is not None)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megalaunch.engine.model.moe.load import forget_load
-from megalaunch.engine.parallel.float8 import forget_amaxes
+from megalaunch.engine.parallel.float8 import keep_histories
 from megalaunch.engine.parallel.pipeline_stage import ObservedStage
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.schema.parallel import Schedule
@@ -92,11 +92,10 @@ def _observed(schedule: type[PipelineSchedule], observer: StepObserver) -> Calla
                 super()._initialize_pipeline_distributed_state(stages, *args)
 
         def _initialize_pp_stages(self, stages: list[PipelineStage], *args: Any, **kwargs: Any) -> Any:
-            with observer.phase_scope("preparing"):
+            with observer.phase_scope("preparing"), keep_histories(stage.submod for stage in stages):
                 initialized = super()._initialize_pp_stages(stages, *args, **kwargs)
             for stage in stages:
                 forget_load(stage.submod)
-                forget_amaxes(stage.submod)
             return initialized
 
     return Observed

@@ -13,7 +13,7 @@ Shapes: B batch, S sequence, s a rank's shard of it, H input and F output featur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -35,40 +35,61 @@ from megalaunch.engine.parallel.transformer_engine_experts import TransformerEng
 from megalaunch.engine.parallel.transformer_engine_norms import apply_transformer_engine_norms, norms_before_projections
 from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.precision.policy import compute_dtype
-from megalaunch.engine.precision.transformer_engine import TransformerEngine, load_transformer_engine
+from megalaunch.engine.precision.transformer_engine import Autocast, TransformerEngine, load_transformer_engine
+from megalaunch.engine.precision.transformer_engine_histories import HistoriesOfLayer, TransformerEngineHistories
 from megalaunch.plan.rules.float8 import ALIGNMENT
 from megalaunch.schema import RunSpec
 
 
 def apply_transformer_engine(
-    model: Decoder, layers: Collection[Linear | GroupedLinear], spec: RunSpec, mesh: Mesh
+    model: Decoder, layers: Mapping[str, Linear | GroupedLinear], spec: RunSpec, mesh: Mesh
 ) -> None:
     """Let Transformer Engine compute these layers of a decoder, the experts among them, and all norms, in place.
+
+    Args:
+        model: The decoder.
+        layers: The layers by the names of their amax histories.
+        spec: The run spec.
+        mesh: The device meshes.
 
     Raises:
         UnknownTransformerEngine: It cannot be imported, or lacks something that is called.
     """
     library, settings = load_transformer_engine(), spec.precision.fp8
-    recipe, dtype = library.make_recipe(settings), compute_dtype(spec.precision)
+    is_delayed, dtype = settings.recipe == "delayed", compute_dtype(spec.precision)
+    autocast = Autocast(library, settings, mesh.stage_group if is_delayed else None)
     rows = min(ALIGNMENT[settings.recipe], 32)  # blockwise: rows of an expert may end within a block
     apply_transformer_engine_norms(model, library, dtype)
+    names = {layer: name for name, layer in layers.items()}
     made: list[CastsWeights] = []
-    for moe_layer in _with_experts(model, layers):
-        moe_layer.library = experts = TransformerEngineExperts(library, recipe, moe_layer.experts, dtype, rows)
+    kept: list[HistoriesOfLayer] = []
+    for moe_layer in _with_experts(model, layers.values()):
+        moe_layer.library = experts = TransformerEngineExperts(library, autocast, moe_layer.experts, dtype, rows)
         made.append(experts)
+        kept.extend(experts.histories(names, spec.model.moe.num_experts or 0))
     norms = norms_before_projections(model, spec, mesh) if mesh.tp.size > 1 else {}
-    linear_layers = [layer for layer in layers if isinstance(layer, Linear)]
+    linear_layers = [layer for layer in layers.values() if isinstance(layer, Linear)]
     for group in _sharing_input(model, linear_layers, mesh.tp.size):
         weights = [model.tp_region.local_param(projection.weight, projection.layout) for projection in group]
         features = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
         sharded = _sharded_over(group[0], spec, mesh)
         norm = norms.get(group[0])
-        layer = TransformerEngineLinear(library, recipe, features, dtype, ALIGNMENT[settings.recipe], sharded, norm)
+        layer = TransformerEngineLinear(library, autocast, features, dtype, ALIGNMENT[settings.recipe], sharded, norm)
         if norm is not None:
             norm.in_projections = True
         group[0].library = layer
         made.append(layer)
+        kept.append(layer.histories([names[projection] for projection in group]))
     model.library_layers = tuple(made)
+    if is_delayed:
+        model.register_forward_pre_hook(autocast.begin_pass)
+        model.register_forward_hook(autocast.end_pass, always_call=True)
+        model.amax_histories = TransformerEngineHistories(kept, autocast, partial(_forget_weights, made))
+
+
+def _forget_weights(layers: Collection[CastsWeights]) -> None:
+    for layer in layers:
+        layer.forget_weights()
 
 
 def _with_experts(model: Decoder, layers: Collection[Linear | GroupedLinear]) -> Iterator[MoELayer]:
@@ -122,7 +143,7 @@ class TransformerEngineLinear:
 
     Args:
         library: Transformer Engine.
-        recipe: One of its recipes.
+        autocast: The contexts in which it computes.
         features: H and F; F of all projections together.
         dtype: Of inputs, outputs and weights.
         alignment: Numbers of rows that the recipe can cast are multiples of it.
@@ -136,14 +157,14 @@ class TransformerEngineLinear:
     def __init__(
         self,
         library: TransformerEngine,
-        recipe: Any,
+        autocast: Autocast,
         features: tuple[int, int],
         dtype: torch.dtype,
         alignment: int,
         sharded: ShardedOver | None,
         norm: Norm | None = None,
     ) -> None:
-        self._library, self._recipe, self._alignment, self._norm = library, recipe, alignment, norm
+        self._autocast, self._alignment, self._norm = autocast, alignment, norm
         self.sequence_parallel = sharded is not None and sharded.sequence_parallel
         ranks = 1 if sharded is None else sharded.group.size()
         mode = None if sharded is None else sharded.mode
@@ -165,6 +186,10 @@ class TransformerEngineLinear:
         """Return whether the rows of an input, [..., H], can be cast: in generation there may be any number of them."""
         return x[..., 0].numel() % self._alignment == 0
 
+    def histories(self, names: Sequence[str]) -> HistoriesOfLayer:
+        """Return the layer as one that has histories, of the projections with these names."""
+        return HistoriesOfLayer(self._layer, names)
+
     def forget_weights(self) -> None:
         """Cast the weights anew in the next pass: they have changed."""
         self._holds_weights = False
@@ -178,7 +203,7 @@ class TransformerEngineLinear:
         weight_FH = weights_FH[0] if len(weights_FH) == 1 else apply_function(_FusedWeight, self, *weights_FH)
         if self.sequence_parallel:  # Transformer Engine's collectives are along the first dim
             x = x.transpose(0, 1)
-        with self._library.autocast(enabled=True, recipe=self._recipe):
+        with self._autocast.of_layer():
             named = {"is_first_microbatch": not self._holds_weights}
             given = {"weight": weight_FH, **self._norm_params()}
             y: Tensor = functional_call(self._layer, given, (x.contiguous(),), named)

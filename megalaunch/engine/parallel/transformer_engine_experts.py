@@ -8,7 +8,7 @@ Shapes: R rows in the order of their experts, P padded rows, E experts of this r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megalaunch.engine.autograd import apply_function
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.moe.dispatcher import Dispatched
 from megalaunch.engine.model.moe.experts import Experts, GroupedLinear
 from megalaunch.engine.param_layout import local_param
-from megalaunch.engine.precision.transformer_engine import TransformerEngine
+from megalaunch.engine.precision.transformer_engine import Autocast, TransformerEngine
+from megalaunch.engine.precision.transformer_engine_histories import HistoriesOfLayer
 from megalaunch.kernels.float8_grouped import PaddedGroups, padded_counts
 from megalaunch.kernels.grouped_linear import add_expert_biases
 
@@ -31,20 +33,25 @@ class TransformerEngineExperts:
 
     Args:
         library: Transformer Engine.
-        recipe: One of its recipes.
+        autocast: The contexts in which it computes.
         experts: The experts of this rank.
         dtype: Of inputs, outputs and weights.
         alignment: Numbers of rows that the recipe can cast are multiples of it.
     """
 
     def __init__(
-        self, library: TransformerEngine, recipe: Any, experts: Experts, dtype: torch.dtype, alignment: int
+        self, library: TransformerEngine, autocast: Autocast, experts: Experts, dtype: torch.dtype, alignment: int
     ) -> None:
         self._alignment = alignment
         self._layers = {
-            projection: _GroupedProjection(library, recipe, local_param(projection.weight).shape, dtype)
+            projection: _GroupedProjection(library, autocast, local_param(projection.weight).shape, dtype)
             for projection in experts.projections
         }
+
+    def histories(self, names: Mapping[Linear | GroupedLinear, str], experts: int) -> Iterator[HistoriesOfLayer]:
+        """Yield the projections as layers that have histories; `experts` is the number of all ranks' experts."""
+        for projection, computed in self._layers.items():
+            yield HistoriesOfLayer(computed.layer, (names[projection],), computed.matmuls, experts)
 
     def forget_weights(self) -> None:
         """Cast the weights anew in the next pass: they have changed."""
@@ -70,11 +77,16 @@ class TransformerEngineExperts:
 
 
 class _GroupedProjection:
-    """One projection of the experts. `holds_weights`: it has cast the weights since they changed."""
+    """One projection of the experts, by `layer`, of `matmuls` experts.
 
-    def __init__(self, library: TransformerEngine, recipe: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._library, self._recipe, self.holds_weights = library, recipe, False
-        self._layer = library.grouped_linear(
+    `holds_weights`: it has cast the weights since they changed.
+    """
+
+    def __init__(
+        self, library: TransformerEngine, autocast: Autocast, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self._autocast, self.matmuls, self.holds_weights = autocast, shape[0], False
+        self.layer = library.grouped_linear(
             num_gemms=shape[0],
             in_features=shape[2],
             out_features=shape[1],
@@ -86,9 +98,9 @@ class _GroupedProjection:
     def __call__(self, x_PH: Tensor, weight_EFH: Tensor, counts: list[int]) -> Tensor:
         """Return x W_e^T, [P, H] -> [P, F]."""
         weights = {f"weight{expert}": weight_FH for expert, weight_FH in enumerate(weight_EFH.unbind())}
-        with self._library.autocast(enabled=True, recipe=self._recipe):
+        with self._autocast.of_layer():
             named = {"is_first_microbatch": not self.holds_weights}
-            y_PF: Tensor = functional_call(self._layer, weights, (x_PH.contiguous(), counts), named)
+            y_PF: Tensor = functional_call(self.layer, weights, (x_PH.contiguous(), counts), named)
         self.holds_weights = True
         return y_PF
 

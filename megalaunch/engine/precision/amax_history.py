@@ -9,14 +9,38 @@ Shapes: n linear layers, L steps of the history, and the 3 operands of a layer: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalaunch.engine.precision.amax_operator import raise_amax, record_amax
 from megalaunch.kernels.float8_cast import scale_from_amax
+
+ReduceMax = Callable[[Tensor], Tensor]
+"""Returns the maximum over ranks."""
+
+
+class DelayedScales(Protocol):
+    """The histories of a decoder's fp8 layers, whoever keeps them."""
+
+    def states(self) -> Mapping[str, Tensor]:
+        """Return what checkpoints hold: global tensors by name. A load fills them in place, before `restored`."""
+
+    def restored(self) -> None:
+        """Continue with the states that were loaded."""
+
+    def begin_step(self) -> None:
+        """Forget the amaxes of passes that were no microbatch, or that no update followed."""
+
+    def end_step(self, reduce_max: ReduceMax) -> None:
+        """Make what entries a step makes, before its update. Collective."""
+
+    def keep(self) -> AbstractContextManager[None]:
+        """Return a context whose passes leave no trace: those of a pipeline's shape inference."""
 
 
 class AmaxHistories:
@@ -81,8 +105,14 @@ class AmaxHistories:
         """Forget the amaxes of passes since the last entry: those of a validation or of a skipped step make none."""
         self.amax_n3.zero_()
 
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Return a context whose passes leave no trace; it is not within a step that has noted amaxes."""
+        yield
+        self.begin_step()
+
     @torch.no_grad()
-    def end_step(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
+    def end_step(self, reduce_max: ReduceMax) -> None:
         """Append this step's amaxes, reduced over ranks, and compute the scales of the next step.
 
         An amax that is 0, infinite or NaN repeats the entry before: it says nothing about the next step.

@@ -1,23 +1,29 @@
 """Transformer Engine (github.com/NVIDIA/TransformerEngine): what is called of its public interface, and its recipes.
 
-Only recipes without a history are called: layers have no state then that a checkpoint would lack.
-`parallel/transformer_engine.py` has the layers.
+`parallel/transformer_engine.py` has the layers, `transformer_engine_histories.py` the state of delayed scaling.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megalaunch.platform.package_interface import missing_names
 from megalaunch.schema.precision import Float8Spec
 
-_RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+_RECIPES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
 """The names of the recipes in `transformer_engine.common.recipe`."""
 
 _NORMS = ("RMSNorm", "LayerNorm")
@@ -27,6 +33,12 @@ _LINEAR = (
     *("tp_group", "parallel_mode", "sequence_parallel"),
 )
 
+_HISTORIES = {
+    "init_fp8_metadata": ("num_gemms",),
+    "get_fp8_meta_tensors": (),
+    "reset_fp8_meta_tensors": ("fp8_meta_tensors",),
+}
+
 _BOUND: dict[str, tuple[str, ...]] = {
     "pytorch.Linear": _LINEAR,
     "pytorch.Linear.forward": ("inp", "is_first_microbatch"),
@@ -35,8 +47,14 @@ _BOUND: dict[str, tuple[str, ...]] = {
     "pytorch.GroupedLinear": ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device"),
     "pytorch.GroupedLinear.forward": ("inp", "m_splits", "is_first_microbatch"),
     **{f"pytorch.{name}": ("normalized_shape", "eps", "zero_centered_gamma", "device", "dtype") for name in _NORMS},
-    "pytorch.autocast": ("enabled", "recipe"),
+    **{
+        f"pytorch.{layer}.{name}": arguments
+        for layer in ("Linear", "LayerNormLinear", "GroupedLinear")
+        for name, arguments in _HISTORIES.items()
+    },
+    "pytorch.autocast": ("enabled", "recipe", "amax_reduction_group"),
     **{f"common.recipe.{name}": ("fp8_format",) for name in _RECIPES.values()},
+    "common.recipe.DelayedScaling": ("fp8_format", "margin", "amax_history_len"),
     "common.recipe.Format.E4M3": (),
     "common.recipe.Format.HYBRID": (),
 }
@@ -71,7 +89,52 @@ class TransformerEngine:
     def make_recipe(self, settings: Float8Spec) -> Any:
         """Return the recipe of the settings. Raises KeyError if Transformer Engine has none like it."""
         number_format = self.recipes.Format.HYBRID if settings.format == "hybrid" else self.recipes.Format.E4M3
-        return getattr(self.recipes, _RECIPES[settings.recipe])(fp8_format=number_format)
+        recipe, values = getattr(self.recipes, _RECIPES[settings.recipe]), {}
+        if settings.recipe == "delayed":
+            values = {"margin": settings.margin, "amax_history_len": settings.amax_history_len}
+        return recipe(fp8_format=number_format, **values)
+
+
+class Autocast:
+    """The contexts of Transformer Engine in which the layers of a decoder compute.
+
+    With most recipes each layer has a context of its own. Delayed scaling makes an entry in all histories where the
+    outermost context ends, and another one for gradients where the backward pass of the first layer in it ends. There
+    one context spans a forward pass of the decoder. None is within it: the layer after an inner one would be a first
+    layer too.
+
+    Args:
+        library: Transformer Engine.
+        settings: The recipe.
+        group: The ranks over which delayed scaling reduces amaxes; None: with another recipe.
+
+    Attributes:
+        has_passed: Layers have computed without gradients: delayed scaling noted amaxes, and made no entry of them.
+    """
+
+    def __init__(self, library: TransformerEngine, settings: Float8Spec, group: ProcessGroup | None = None) -> None:
+        self._library, self._recipe, self._group = library, library.make_recipe(settings), group
+        self._pass: AbstractContextManager[Any] | None = None
+        self.has_passed = False
+
+    def begin_pass(self, *args: Any) -> None:
+        """Begin a forward pass, as a hook of the decoder."""
+        self._pass = self._enter()
+        self._pass.__enter__()
+
+    def end_pass(self, *args: Any) -> None:
+        """End a forward pass, as a hook of the decoder; also if it failed."""
+        if self._pass is not None:
+            ended, self._pass = self._pass, None
+            ended.__exit__(None, None, None)
+
+    def of_layer(self) -> AbstractContextManager[Any]:
+        """Return the context for a call of a layer."""
+        self.has_passed |= not torch.is_grad_enabled()
+        return self._enter() if self._pass is None else nullcontext()
+
+    def _enter(self) -> AbstractContextManager[Any]:
+        return self._library.autocast(enabled=True, recipe=self._recipe, amax_reduction_group=self._group)
 
 
 def load_transformer_engine() -> TransformerEngine:

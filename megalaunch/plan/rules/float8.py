@@ -188,7 +188,7 @@ def _recipe_chips(
 def _recipes_of(at: RuleContext, facts: ChipFacts) -> list[Float8Recipe]:
     """Return the recipes that the chip computes natively, or by Transformer Engine where the run uses it."""
     library = at.spec.precision.uses_transformer_engine
-    recipes: list[Float8Recipe] = ["tensorwise"] if library else ["tensorwise", "delayed", "rowwise"]
+    recipes: list[Float8Recipe] = ["tensorwise", "delayed"] if library else ["tensorwise", "delayed", "rowwise"]
     if _is_within(facts, _HOPPER, _ANY if library else _BLACKWELL):
         recipes.append("blockwise")
     return [*recipes, "mxfp8"] if _is_within(facts, _BLACKWELL, _ANY) else recipes

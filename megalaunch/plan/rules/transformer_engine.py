@@ -41,16 +41,37 @@ def emulation(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.library_recipe", "Transformer Engine computes the recipes tensorwise, blockwise and mxfp8.")
+@rule("fp8.library_recipe", "Transformer Engine computes the recipes tensorwise, delayed, blockwise and mxfp8.")
 def recipe(at: RuleContext) -> Iterator[Violation]:
-    """It has no scales of rows. Its delayed histories get an entry per microbatch; a rank saves them as a pickle."""
-    asked = at.spec.precision.fp8.recipe
-    if _is_used(at) and asked in ("rowwise", "delayed"):
-        reason = "has no scales of rows" if asked == "rowwise" else "has histories of microbatches, for one layout"
+    """It has no scales of rows."""
+    if _is_used(at) and at.spec.precision.fp8.recipe == "rowwise":
         yield Violation(
             "precision.fp8.recipe",
-            f"Transformer Engine {reason} ({asked})",
+            "Transformer Engine has no scales of rows (rowwise)",
             fixes=({"precision.fp8.recipe": "tensorwise"}, _NATIVE),
+        )
+
+
+@rule("fp8.library_once", "With delayed scales of Transformer Engine a layer computes once in a pass.")
+def once(at: RuleContext) -> Iterator[Violation]:
+    """A layer that computes again notes another amax, and one that is recomputed has other scales by then."""
+    if not _is_used(at) or at.spec.precision.fp8.recipe != "delayed":
+        return
+    settings, current = at.spec.recompute, {"precision.fp8.recipe": "tensorwise"}
+    if at.spec.parallel.overlap_moe_expert_parallel_comm:
+        yield Violation(
+            "parallel.overlap_moe_expert_parallel_comm",
+            "the overlap calls experts twice in a pass, and Transformer Engine's delayed scales allow one call",
+            fixes=({"parallel.overlap_moe_expert_parallel_comm": False}, current, _NATIVE),
+        )
+    left = [module for module in settings.modules if module not in ("mlp", "moe", "shared_experts")]
+    if settings.granularity == "full" or (settings.granularity == "selective" and left != list(settings.modules)):
+        kept: Fix = {"recompute.granularity": "selective", "recompute.modules": left or ["attention"]}
+        yield Violation(
+            "recompute.granularity" if settings.granularity == "full" else "recompute.modules",
+            "fp8 layers that are recomputed would have other scales than in the forward pass: Transformer Engine has "
+            "updated the delayed ones by then",
+            fixes=({"recompute.granularity": "none"}, kept, current, _NATIVE),
         )
 
 

@@ -23,7 +23,7 @@ from megalaunch.engine.parallel.tensor_parallel import TensorParallel
 from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED
 from megalaunch.engine.precision import policy
-from megalaunch.engine.precision.transformer_engine import load_transformer_engine
+from megalaunch.engine.precision.transformer_engine import Autocast, load_transformer_engine
 from megalaunch.schema.precision import Float8Spec
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -145,8 +145,8 @@ def test_the_recipe_and_its_format_reach_the_library():
 def test_rows_that_cannot_be_cast_are_computed_in_the_dtype_of_the_input(rows):
     layer, library = Linear(32, 48, REPLICATED), load_transformer_engine()
     nn.init.normal_(layer.weight)
-    recipe = library.make_recipe(Float8Spec())
-    layer.library = TransformerEngineLinear(library, recipe, (32, 48), torch.float32, 16, None)
+    autocast = Autocast(library, Float8Spec())
+    layer.library = TransformerEngineLinear(library, autocast, (32, 48), torch.float32, 16, None)
     x = torch.randn(1, rows, 32)
     assert torch.equal(layer(x), x @ layer.weight.T)
     assert stand_in.STATE.casts == int(rows == 16)
@@ -158,8 +158,8 @@ def test_a_norm_is_computed_once_whoever_computes_the_projections(rows):
     norm = Norm(32, NormConfig(epsilon=1e-5, layer=False, zero_centered_gamma=False))
     for parameter in (norm.weight, *(each.weight for each in projections)):
         nn.init.normal_(parameter)
-    recipe = library.make_recipe(Float8Spec())
-    projections[0].library = TransformerEngineLinear(library, recipe, (32, 64), torch.float32, 16, None, norm)
+    autocast = Autocast(library, Float8Spec())
+    projections[0].library = TransformerEngineLinear(library, autocast, (32, 64), torch.float32, 16, None, norm)
     x = torch.randn(1, rows, 32)
     expected = [norm(x) @ each.weight.T for each in projections]
     norm.in_projections = True
@@ -170,7 +170,7 @@ def test_a_norm_is_computed_once_whoever_computes_the_projections(rows):
 
 def test_weights_that_changed_are_cast_again():
     library = load_transformer_engine()
-    layer = TransformerEngineLinear(library, library.make_recipe(Float8Spec()), (16, 32), torch.float32, 16, None)
+    layer = TransformerEngineLinear(library, Autocast(library, Float8Spec()), (16, 32), torch.float32, 16, None)
     x, first, second = torch.randn(1, 16, 16), torch.randn(16, 16), torch.randn(16, 16)
     for scale in (1.0, 2.0):
         for _ in range(2):  # microbatches

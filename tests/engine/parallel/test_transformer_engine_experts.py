@@ -17,7 +17,7 @@ from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.moe.dispatcher import Dispatched
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.parallel.transformer_engine_experts import TransformerEngineExperts
-from megalaunch.engine.precision.transformer_engine import load_transformer_engine
+from megalaunch.engine.precision.transformer_engine import Autocast, load_transformer_engine
 from megalaunch.schema.precision import Float8Spec
 
 MOE: dict[str, Any] = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}
@@ -89,7 +89,7 @@ def test_experts_without_rows_and_rows_without_an_expert(recipe, counts, on_host
     library = load_transformer_engine()
     alignment = {"tensorwise": 16, "mxfp8": 32}[recipe]
     computed = TransformerEngineExperts(
-        library, library.make_recipe(Float8Spec(recipe=recipe)), experts, torch.float32, alignment
+        library, Autocast(library, Float8Spec(recipe=recipe)), experts, torch.float32, alignment
     )
     rows, valid = torch.randn(sum(counts) + 5, 32), sum(counts)
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)

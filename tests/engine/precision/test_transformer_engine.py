@@ -31,6 +31,12 @@ def test_recipes(settings, recipe, number_format, modules):
     assert load_transformer_engine().make_recipe(settings) == recipe(fp8_format=number_format)
 
 
+def test_the_recipe_of_delayed_scaling_has_margin_and_length(modules):
+    settings = Float8Spec(recipe="delayed", format="e4m3", margin=2, amax_history_len=16)
+    expected = stand_in.DelayedScaling(margin=2, fp8_format=stand_in.Format.E4M3, amax_history_len=16)
+    assert load_transformer_engine().make_recipe(settings) == expected
+
+
 def test_all_that_another_version_lacks_is_named(modules, monkeypatch):
     class Older(stand_in.Linear):
         def forward(self, inp): ...

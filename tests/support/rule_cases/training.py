@@ -184,7 +184,11 @@ PRECISION = {
         "platform=mi300x", "platform=h200", (*TINY, *ANY_GPUS, "precision.fp8.implementation=transformer_engine")
     ),
     "fp8.library_emulation": Case("precision.emulate=true", "precision.emulate=false", LIBRARY),
-    "fp8.library_recipe": Case("precision.fp8.recipe=delayed", "precision.fp8.recipe=tensorwise", LIBRARY),
+    "fp8.library_recipe": Case("precision.fp8.recipe=rowwise", "precision.fp8.recipe=delayed", LIBRARY),
+    "fp8.library_once": Case(
+        "recompute.modules=[attention,mlp]", "recompute.modules=[attention]",
+        (*LIBRARY, "precision.fp8.recipe=delayed", "recompute.granularity=selective"),
+    ),
     "fp8.library_wgrad": Case("precision.fp8.wgrad=false", "precision.fp8.wgrad=true", LIBRARY),
     "fp8.library_gather": Case("precision.fp8.param_gather=true", "precision.fp8.param_gather=false", LIBRARY),
     "fp8.library_schedule": Case(
