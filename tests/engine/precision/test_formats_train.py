@@ -163,12 +163,18 @@ def test_every_attention_backend_trains_as_auto_does(backend, data, bf16, stand_
     assert found == pytest.approx(bf16, rel=WITHIN)
 
 
-@pytest.mark.parametrize("format", slow_but(["fp8", "fp8_blockwise", "mxfp8"], slow=["fp8"], every=()))
-def test_transformer_engine_trains_as_bf16_does(format, data, bf16, monkeypatch):
-    """By a stand-in that casts to fp8, on two tensor-parallel ranks."""
+LIBRARY_FORMATS = ("fp8", "fp8_delayed", "fp8_blockwise", "mxfp8")
+LIBRARY_DAILY = [("fp8", "zero3"), ("fp8_delayed", "tp2"), ("fp8_blockwise", "pp2"), ("mxfp8", "cp2")]
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"), slow_but(product(LIBRARY_FORMATS, LAYOUTS), slow=LIBRARY_DAILY, every=())
+)
+def test_transformer_engine_trains_as_bf16_does(format, layout, data, bf16, monkeypatch):
+    """By a stand-in that casts to fp8."""
     install_stand_in(monkeypatch)
     transformer_engine_stand_in.STATE.quantize = True
     library = "precision.fp8.implementation=transformer_engine"
-    found = loss_of(data, f"precision={format}", library, *LAYOUTS["tp2"])
-    print(f"{format} by Transformer Engine: {found:.4f}, bf16: {bf16:.4f}")
+    found = loss_of(data, f"precision={format}", library, *LAYOUTS[layout])
+    print(f"{format} {layout} by Transformer Engine: {found:.4f}, bf16: {bf16:.4f}")  # in docs/precision.md
     assert found == pytest.approx(bf16, rel=WITHIN)
