@@ -1,7 +1,8 @@
 """Layers of Transformer Engine that allocate what it does, and compute nothing: for simulated steps.
 
 As docs/precision.md describes it: it casts inputs and gradients of outputs to 8 bits in both layouts, saves one of an
-input's, gathers in 8 bits, and holds each weight in both. No GPU has confirmed that here.
+input's, gathers in 8 bits, and holds each weight in both. Scales of blocks lie beside the values: a byte for 32 with
+mxfp8, 4 bytes for 128 of an activation with blockwise. No GPU has confirmed that here.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ _EIGHT_BITS = torch.float8_e4m3fn
 def install_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stand-in be imported, with layers that allocate as Transformer Engine's do."""
     install_stand_in(monkeypatch)
-    monkeypatch.setattr(stand_in, "_cast", _both_layouts)
+    monkeypatch.setattr(stand_in, "_cast", lambda weight: _both_layouts(weight, stand_in.STATE.recipe, is_weight=True))
     monkeypatch.setattr(stand_in, "_LinearFn", _LinearFn)
     monkeypatch.setattr(stand_in, "_GroupedLinearFn", _GroupedLinearFn)
     monkeypatch.setattr(stand_in, "_normalize", lambda x, weight, bias, offset, eps: _NormFn.apply(x, weight, bias))
 
 
-def _both_layouts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and columns in 8 bits, both in the shape of x, which is as large."""
-    return x.detach().new_empty(x.shape, dtype=_EIGHT_BITS), x.detach().new_empty(x.shape, dtype=_EIGHT_BITS)
+def _both_layouts(x: Tensor, recipe: Any, *, is_weight: bool = False) -> tuple[Tensor, Tensor]:
+    """Return rows and columns in 8 bits, both in the shape of x, which is as large; scales lengthen the last dim."""
+    *rows, width = x.shape
+    scales = {"mxfp8": width // 32, "blockwise": 0 if is_weight else 4 * (width // 128)}.get(recipe.name, 0)
+    shape = *rows, width + scales
+    return x.detach().new_empty(shape, dtype=_EIGHT_BITS), x.detach().new_empty(shape, dtype=_EIGHT_BITS)
 
 
 def _gathered(x: Tensor, layer: Any, mode: str) -> Tensor:
@@ -48,8 +52,9 @@ def _scattered(x: Tensor, layer: Any, mode: str) -> Tensor:
 class _LinearFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any, matmuls: Any) -> Tensor:
-        rows, columns = _both_layouts(x)
-        ctx.layer, ctx.shape = layer, weight.shape
+        recipe = stand_in.STATE.recipe
+        rows, columns = _both_layouts(x, recipe)
+        ctx.layer, ctx.shape, ctx.recipe = layer, weight.shape, recipe
         ctx.save_for_backward(columns)
         rows = _gathered(rows, layer, "column")
         return _scattered(x.new_empty((*rows.shape[:-1], weight.shape[0])), layer, "row")
@@ -57,7 +62,7 @@ class _LinearFn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         inputs = _gathered(ctx.saved_tensors[0], ctx.layer, "column")
-        rows, columns = (_gathered(cast, ctx.layer, "row") for cast in _both_layouts(dy))
+        rows, columns = (_gathered(cast, ctx.layer, "row") for cast in _both_layouts(dy, ctx.recipe))
         dx = _scattered(dy.new_empty((*rows.shape[:-1], ctx.shape[1])), ctx.layer, "column")
         dweight = dy.new_empty(ctx.shape)
         del inputs, columns  # alive until here
@@ -67,14 +72,15 @@ class _LinearFn(torch.autograd.Function):
 class _GroupedLinearFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Any, cached: Any, matmuls: Any, *weights: Tensor) -> Tensor:
-        _, columns = _both_layouts(x)
+        ctx.recipe = stand_in.STATE.recipe
+        _, columns = _both_layouts(x, ctx.recipe)
         ctx.shapes = [weight.shape for weight in weights]
         ctx.save_for_backward(columns)
         return x.new_empty((x.shape[0], weights[0].shape[0]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        casts = _both_layouts(dy)
+        casts = _both_layouts(dy, ctx.recipe)
         dx = dy.new_empty((dy.shape[0], ctx.shapes[0][1]))
         dweights = [dy.new_empty(shape) for shape in ctx.shapes]
         del casts  # alive until here
