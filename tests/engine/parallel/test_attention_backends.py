@@ -8,10 +8,11 @@ import pytest
 from attention_packages import forget_packages, stand_in_for_attention_packages
 from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
-from torch.nn.attention import flex_attention
+from torch.nn.attention import SDPBackend, flex_attention
 from varlen_stand_in import varlen_on_cpu
 
 from megalaunch.engine.parallel import context_parallel, parallelize
+from megalaunch.kernels import causal_attention
 from megalaunch.plan.attention_choice import TakenBackends
 
 PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
@@ -21,6 +22,7 @@ CAPS = {"model__attn_logit_softcapping": 2.0, **WINDOWS}
 RECOMPUTE = {"recompute__granularity": "selective", "recompute__modules": ["attention"]}
 PP = {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4}
 TP_SP = {"parallel__tp": 2, "parallel__sequence_parallel": True}
+ZERO3 = {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params"}
 
 
 def _cp(exchange: str) -> dict[str, Any]:
@@ -33,30 +35,47 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("flash", "cp2 ring, sinks"): _cp("p2p") | SINKS,
     ("flash", "cp2 allgather, documents"): _cp("allgather") | PACKED,
     ("flash", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("flash", "pp2, documents, recompute"): PP | PACKED | WINDOWS | RECOMPUTE,
+    ("flash", "zero3, sinks"): ZERO3 | SINKS,
+    ("cudnn", "tp2 sp"): TP_SP,
+    ("cudnn", "pp2, recompute"): PP | RECOMPUTE,
+    ("cudnn", "zero3"): ZERO3,
+    ("cudnn", "cp2 a2a"): _cp("a2a"),
+    ("efficient", "tp2 sp, documents, windows"): TP_SP | PACKED | WINDOWS,
+    ("efficient", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
+    ("efficient", "zero3, windows"): ZERO3 | WINDOWS,
+    ("efficient", "cp2 a2a, documents"): _cp("a2a") | PACKED,
     ("math", "tp2 sp, soft caps"): TP_SP | CAPS,
     ("math", "recompute, dropout"): RECOMPUTE | SINKS | {"model__attention_dropout": 0.2},
     ("math", "cp2 ring, soft caps"): _cp("p2p") | CAPS,
     ("math", "cp2 allgather, dropout"): _cp("allgather") | {"model__attention_dropout": 0.2},
     ("math", "cp2 a2a, documents"): _cp("a2a") | PACKED,
     ("math", "pp3 zero bubble"): {"parallel__pp": 3, "parallel__schedule": "zero_bubble"},
+    ("math", "zero3, soft caps, sinks"): ZERO3 | CAPS | SINKS,
     ("flex", "tp2 sp, soft caps"): TP_SP | CAPS,
     ("flex", "recompute, sinks, documents"): RECOMPUTE | SINKS | PACKED,
     ("flex", "cp2 allgather, documents"): _cp("allgather") | PACKED | WINDOWS,
     ("flex", "cp2 a2a, sinks"): _cp("a2a") | SINKS,
+    ("flex", "pp2, documents, recompute"): PP | PACKED | WINDOWS | RECOMPUTE,
+    ("flex", "zero3, soft caps"): ZERO3 | CAPS,
     ("flash_attn", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
     ("flash_attn", "tp2 sp, soft caps, documents"): TP_SP | CAPS | PACKED,
     ("flash_attn", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
     ("flash_attn", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
     ("flash_attn", "cp2 allgather, soft caps"): _cp("allgather") | CAPS,
     ("flash_attn", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("flash_attn", "zero3, windows, documents"): ZERO3 | PACKED | WINDOWS,
     ("varlen", "tp2 sp, documents, recompute"): TP_SP | PACKED | WINDOWS | RECOMPUTE,
     ("varlen", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
+    ("varlen", "pp2, documents"): PP | PACKED,
+    ("varlen", "zero3, windows, documents"): ZERO3 | PACKED | WINDOWS,
     ("windows", "cp2 allgather"): _cp("allgather") | WINDOWS,
     ("te", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
     ("te", "tp2 sp, documents"): TP_SP | PACKED,
     ("te", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
     ("te", "cp2 allgather, documents, windows"): _cp("allgather") | PACKED | WINDOWS,
     ("te", "cp2 a2a, documents"): _cp("a2a") | PACKED,
+    ("te", "zero3, documents"): ZERO3 | PACKED,
     ("te", "cp2 ring"): _cp("p2p"),
     ("te", "cp4 a2a and ring"): {
         "parallel__cp": 4,
@@ -72,6 +91,11 @@ QUICK = [
     ("te", "cp2 ring"),
 ]
 SLOW = [
+    ("flash", "pp2, documents, recompute"),
+    ("flash", "zero3, sinks"),
+    ("cudnn", "tp2 sp"),
+    ("efficient", "cp2 a2a, documents"),
+    ("varlen", "zero3, windows, documents"),
     ("flex", "tp2 sp, soft caps"),
     ("flash_attn", "tp2 sp, soft caps, documents"),
     ("varlen", "tp2 sp, documents, recompute"),
@@ -82,6 +106,11 @@ SLOW = [
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
     stand_in_for_attention_packages(monkeypatch)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
+    kernels = dict.fromkeys(
+        ("efficient", "cudnn"), SDPBackend.MATH
+    )  # a CPU has none; this one asks for the same inputs
+    monkeypatch.setattr(causal_attention, "_SDP_BACKENDS", {**causal_attention._SDP_BACKENDS, **kernels})
     with varlen_on_cpu():
         yield
     forget_packages()
@@ -90,7 +119,6 @@ def packages(monkeypatch):
 @pytest.mark.parametrize(("backend", "layout"), slow_but(CASES, *QUICK, every=SLOW))
 def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     case = CASES[backend, layout]
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
     if backend in OF_GPUS:
         for module in (parallelize, context_parallel):
             monkeypatch.setattr(module, "taken_backends", lambda spec, taken=OF_GPUS[backend]: taken)
