@@ -88,7 +88,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             exchanges=("a2a", "allgather"),
         ),
         "math": BackendFacts(
-            "operator by operator: all scores are held and their weights saved",
+            f"operator by operator: all scores held, above {DENSE_MASK_TOKENS:,} tokens by blocks of queries in fp32",
             any_device=True,
             soft_cap=True,
             sinks=True,

@@ -94,7 +94,7 @@ class ModelSpec:
     attention_backend: AttentionBackend = setting(
         "auto",
         "Kernel of attention in training: of torch's operator (flash, cudnn, efficient), FlexAttention (flex), unfused "
-        "operators that hold all scores (math), a package (flash_attn, te: Transformer Engine), or by device (auto).",
+        "operators (math), a package (flash_attn, te: Transformer Engine), or by device (auto).",
     )
     attention_sinks: bool = setting(
         False, "Each head has a learned logit that joins the softmax and contributes no value."

@@ -323,6 +323,26 @@ def test_scores_of_sinks_cost_time_in_short_samples_only():
     assert (short.rate, short.fp32, short.all_pairs) == (None, True, True)
 
 
+MATH = "model.attention_backend=math"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length", "in_blocks"),
+    [
+        ((), 2048, False),
+        ((), 4096, True),
+        (ULYSSES, 2048, False),
+        (ULYSSES, 4096, True),
+        (("parallel=cp2",), 2048, True),
+    ],
+)
+def test_unfused_attention_is_planned_by_blocks_where_it_has_no_mask_of_all_pairs(overrides, length, in_blocks):
+    spec, _ = resolved(*H100, *overrides, MATH, f"batch.sequence_length={length}")
+    kernel = attention_kernel(spec, engine_stack(spec), None)
+    assert (kernel.rate, kernel.fp32, kernel.all_pairs) == (None, in_blocks, not in_blocks)
+    assert (kernel.launches > 0) == in_blocks
+
+
 @pytest.mark.parametrize(
     ("backend", "exchange", "like", "merges"),
     [

@@ -73,7 +73,7 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     length, cp = spec.batch.sequence_length, spec.parallel.cp
     whole = cp == 1 or most_common_cp_comm_type(spec.parallel) == "a2a"
     backend, masked = spec.model.attention_backend, _masked(spec, window)
-    if backend == "math":
+    if backend == "math" and (stack.attention != "engine" or (whole and length <= DENSE_MASK_TOKENS)):
         return AttentionKernel(None, length, all_pairs=True)
     # A full block of s queries and keys has the mean row of a causal one of 2 s: chunks of S / (2 cp) count twice.
     # A query is in the causal block of its rank's keys, and in 3/4 of the full blocks with those of the others.
@@ -89,9 +89,9 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
         return AttentionKernel(_named_rate(taken), block, tile=tile, scaled=scaled)
     fused = AttentionKernel(_named_rate(taken), block, merges=merges)
     by_blocks = taken == "flash" and (masked or spec.model.attention_sinks or not whole)
-    if taken != "auto" and not by_blocks:
+    if taken not in ("auto", "math") and not by_blocks:
         return replace(fused, all_pairs=taken == "efficient" and masked)
-    choice = "flash_blocks" if by_blocks else choose_kernel(spec, window).kernel
+    choice = "flash_blocks" if by_blocks else "fp32_blocks" if taken == "math" else choose_kernel(spec, window).kernel
     launches = _block_launches(spec, window, choice)
     if choice == "fp32_blocks":  # a short sample has one mask, that hides scores after they were computed
         all_pairs = whole and length <= DENSE_MASK_TOKENS

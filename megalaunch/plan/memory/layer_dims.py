@@ -186,7 +186,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
         mask_keys=_mask_keys(model, kind, dtypes, profile),
-        attention_buffer_bytes=_attention_buffer_bytes(model, dtypes, profile, local_heads, query, key + value),
+        attention_buffer_bytes=_attention_buffer_bytes(model, kind, dtypes, profile, local_heads, query, key + value),
         saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
         tensor_parallel=tp > 1,
         sequence_shards=tp if dtypes.sequence_parallel else 1,
@@ -276,8 +276,9 @@ def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> fl
 
 
 def _is_unfused(dtypes: DtypesAndGroups) -> bool:
-    """Return whether attention holds all scores: math, over whole samples (under cp, after an all-to-all)."""
-    return dtypes.attention_backend == "math" and _attends_over_samples(dtypes)
+    """Return whether attention holds all scores: math, over whole, short samples (under cp, after an all-to-all)."""
+    is_short = dtypes.sequence_length <= DENSE_MASK_TOKENS
+    return dtypes.attention_backend == "math" and is_short and _attends_over_samples(dtypes)
 
 
 def _mask_keys(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> float:
@@ -304,7 +305,13 @@ def _has_dense_mask(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, prof
 
 
 def _attention_buffer_bytes(
-    model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile, heads: float, query: float, kv: float
+    model: ModelSpec,
+    kind: Layer,
+    dtypes: DtypesAndGroups,
+    profile: MemoryProfile,
+    heads: float,
+    query: float,
+    kv: float,
 ) -> float:
     """Return the bytes of scores, in fp32, and of buffers as wide as the queries, where no fused kernel runs.
 
@@ -327,9 +334,18 @@ def _attention_buffer_bytes(
     if not _computes_scores(model, dtypes):
         return 0.0
     call = _largest_call(model, dtypes)
-    scores = heads * min(profile.query_block / call.queries, 1.0) * call.keys
+    keys = min(call.keys, _window_of_blocks(kind, dtypes))
+    scores = heads * min(profile.query_block, keys, call.queries) / call.queries * keys
     modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
-    return call.share * (profile.score_copies * 4 * (scores + 4 * query) + modified * scores)
+    sums = 4 * (query + kv)  # of the gradients; all else is of the keys of a block
+    buffers = sums + (profile.score_copies * 4 * 4 * query - sums) * keys / call.keys
+    return call.share * ((profile.score_copies * 4 + modified) * scores + buffers)
+
+
+def _window_of_blocks(kind: Layer, dtypes: DtypesAndGroups) -> float:
+    """Return the queries and keys of a block of whole samples: as many as a window has; short samples are one block."""
+    is_cut = dtypes.sequence_length > DENSE_MASK_TOKENS and _attends_over_samples(dtypes) and not dtypes.dynamic_cp
+    return kind.window if is_cut and kind.window is not None else float(dtypes.sequence_length)
 
 
 def _computes_blocks_of_ranks(dtypes: DtypesAndGroups) -> bool:

@@ -11,6 +11,7 @@ from slow_cases import slow_but
 from torch.nn.attention import SDPBackend, flex_attention
 from varlen_stand_in import varlen_on_cpu
 
+from megalaunch.engine.model.attention import backends
 from megalaunch.engine.parallel import context_parallel, parallelize
 from megalaunch.kernels import causal_attention
 from megalaunch.plan.attention_choice import TakenBackends
@@ -18,6 +19,7 @@ from megalaunch.plan.attention_choice import TakenBackends
 PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
 WINDOWS = {"model__sliding_window": 5, "model__sliding_window_pattern": 2}
 SINKS = {"model__attention_sinks": True, **WINDOWS}
+DROPOUT = {"model__attention_dropout": 0.2}
 CAPS = {"model__attn_logit_softcapping": 2.0, **WINDOWS}
 RECOMPUTE = {"recompute__granularity": "selective", "recompute__modules": ["attention"]}
 PP = {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4}
@@ -46,12 +48,15 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("efficient", "zero3, windows"): ZERO3 | WINDOWS,
     ("efficient", "cp2 a2a, documents"): _cp("a2a") | PACKED,
     ("math", "tp2 sp, soft caps"): TP_SP | CAPS,
-    ("math", "recompute, dropout"): RECOMPUTE | SINKS | {"model__attention_dropout": 0.2},
+    ("math", "recompute, dropout"): RECOMPUTE | SINKS | DROPOUT,
     ("math", "cp2 ring, soft caps"): _cp("p2p") | CAPS,
-    ("math", "cp2 allgather, dropout"): _cp("allgather") | {"model__attention_dropout": 0.2},
+    ("math", "cp2 allgather, dropout"): _cp("allgather") | DROPOUT,
     ("math", "cp2 a2a, documents"): _cp("a2a") | PACKED,
     ("math", "pp3 zero bubble"): {"parallel__pp": 3, "parallel__schedule": "zero_bubble"},
     ("math", "zero3, soft caps, sinks"): ZERO3 | CAPS | SINKS,
+    ("math blocks", "tp2 sp, recompute, dropout, soft caps"): TP_SP | CAPS | RECOMPUTE | DROPOUT,
+    ("math blocks", "cp2 a2a, documents"): _cp("a2a") | PACKED | WINDOWS,
+    ("math blocks", "zero3, sinks"): ZERO3 | SINKS,
     ("flex", "tp2 sp, soft caps"): TP_SP | CAPS,
     ("flex", "recompute, sinks, documents"): RECOMPUTE | SINKS | PACKED,
     ("flex", "cp2 allgather, documents"): _cp("allgather") | PACKED | WINDOWS,
@@ -91,6 +96,7 @@ QUICK = [
     ("te", "cp2 ring"),
 ]
 SLOW = [
+    ("math blocks", "tp2 sp, recompute, dropout, soft caps"),
     ("flash", "pp2, documents, recompute"),
     ("flash", "zero3, sinks"),
     ("cudnn", "tp2 sp"),
@@ -123,6 +129,9 @@ def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
         for module in (parallelize, context_parallel):
             monkeypatch.setattr(module, "taken_backends", lambda spec, taken=OF_GPUS[backend]: taken)
         backend = "auto"
+    elif backend == "math blocks":  # as samples above the bound have
+        monkeypatch.setattr(backends, "DENSE_MASK_TOKENS", 8)
+        backend = "math"
     values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | case
     hold_to_one_process(small_spec(**few_samples(values)), prepare=shake)
 

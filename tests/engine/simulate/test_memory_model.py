@@ -111,6 +111,7 @@ class Case:
 ONE_LAYER = Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.num_layers=1"))
 FIRST_STAGE = (*MANY_CHUNKS, FEW_WORDS, "parallel.schedule=dualpipev", "recompute=full")
 HSDP_MUON = Case("zero3hsdp2", 4, (4, 1, 256), STEP_END, ("optimizer=muon", "model.vocab_size=32768"))
+LONG_MATH = Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH))
 CASES = [
     Case("dp", 1, (1, 1, 256), STEP_END),
     Case("dp", 1, (1, 1, 256), STEP_END, ("optimizer=lion",)),
@@ -168,6 +169,16 @@ CASES = [
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH), shape=LATENT),
     Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, MATH, SOFT_CAP, SINKS)),
     Case("tp4sp", 4, (8, 4, 1024), LAYER, (MATH,), shape=DROPPING),
+    LONG_MATH,
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH, *ALL_KEYS)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH), precision="fp32"),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH, PACKED)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH, SOFT_CAP, SINKS)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH, WINDOW)),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW), **NO_CALL),
+    Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, MATH), shape=LATENT),
+    Case("tp4sp", 4, (4, 2, 4096), LAYER, (MATH,), shape=DROPPING),
+    Case("cp2", 2, (4, 2, 4096), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash", PACKED)),
@@ -436,7 +447,7 @@ QUICK = [
     ONE_LAYER,
     HSDP_MUON,
 ]
-DAILY = [*ONE_EACH.values(), BLOCKWISE]
+DAILY = [*ONE_EACH.values(), BLOCKWISE, LONG_MATH]
 CASES_OF_ALL = slow_but(CASES, *QUICK, slow=DAILY, every=covering(CASES, _traits, besides=[*QUICK, *DAILY]))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
+from megalaunch.engine.model.attention.block_kernels import BlockBackend
 from megalaunch.engine.model.attention.block_mask import make_block_mask
 from megalaunch.engine.model.attention.flash_attn import load_flash_attn
 from megalaunch.engine.model.attention.flex_attention import flex_attention_by_position
@@ -25,6 +26,7 @@ from megalaunch.engine.model.attention.transformer_engine import load_te_attenti
 from megalaunch.engine.model.attention.unfused_attention import unfused_attention
 from megalaunch.engine.model.attention.varlen_attention import load_varlen_attention
 from megalaunch.kernels.causal_attention import FusedBackend, sdpa_by
+from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.attention_choice import TakenBackend
 
 
@@ -70,8 +72,7 @@ def attention_by(backend: TakenBackend, mask: SampleMask) -> AttentionFn:
 
 def _flash_attention(mask: SampleMask) -> AttentionFn:
     """Flash attention: one causal kernel, or one for each block of the mask, merged by the log-sum-exp."""
-    tokens = (range(mask.num_tokens),)
-    by_blocks = blockwise_attention(make_block_mask(tokens, tokens, mask.window, mask.lengths_by_row), "flash")
+    by_blocks = _by_blocks(mask, "flash")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         if mask.is_causal_only and scoring.is_default:
@@ -79,6 +80,11 @@ def _flash_attention(mask: SampleMask) -> AttentionFn:
         return by_blocks(q, k, v, scoring)
 
     return attend
+
+
+def _by_blocks(mask: SampleMask, kernel: BlockBackend) -> AttentionFn:
+    tokens = (range(mask.num_tokens),)
+    return blockwise_attention(make_block_mask(tokens, tokens, mask.window, mask.lengths_by_row), kernel)
 
 
 def _sdpa(backend: FusedBackend, mask: SampleMask) -> AttentionFn:
@@ -106,7 +112,9 @@ def _package(backend: TakenBackend, mask: SampleMask) -> AttentionFn:
 
 
 def _math(mask: SampleMask) -> AttentionFn:
-    """Attention operator by operator."""
+    """Attention operator by operator; in long samples by blocks of queries, without a mask of all pairs."""
+    if mask.num_tokens > DENSE_MASK_TOKENS:
+        return _by_blocks(mask, "math")
     made: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:

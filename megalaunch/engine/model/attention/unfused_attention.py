@@ -1,4 +1,4 @@
-"""Attention operator by operator: every score is held, and its softmax weight is saved for backward.
+"""Attention of short samples operator by operator: every score is held, and its softmax weight is saved for backward.
 
 As Megatron's unfused attention: products in the dtype of queries, softmax in fp32.
 Shapes: B batch, N query heads, G key/value groups, R = N / G, S queries, T keys, D head dim, F width of values.
