@@ -28,7 +28,8 @@ from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.parallel import layer_graphs
 from megalaunch.engine.parallel.transformer_engine import TransformerEngineLinear
-from megalaunch.engine.precision.transformer_engine import load_transformer_engine
+from megalaunch.engine.precision.transformer_engine import Autocast, load_transformer_engine
+from megalaunch.engine.precision.transformer_engine_histories import TransformerEngineHistories
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.train import train_step
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
@@ -321,10 +322,45 @@ def _assert_norm_with_projections(device: str, layer: bool) -> None:
     weights = [torch.randn(rows, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for rows in (48, 16)]
     x = torch.randn(2, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     torch.nn.init.normal_(norm.weight, std=0.5)
-    inputs, recipe = [x, *weights, *norm.parameters()], library.make_recipe(Float8Spec())
-    projections = TransformerEngineLinear(library, recipe, (64, 64), torch.bfloat16, 16, None, norm)
+    inputs, autocast = [x, *weights, *norm.parameters()], Autocast(library, Float8Spec())
+    projections = TransformerEngineLinear(library, autocast, (64, 64), torch.bfloat16, 16, None, norm)
     found, expected = torch.cat(projections(x, *weights), -1), norm(x) @ torch.cat(weights).T
     upstream = torch.randn_like(expected)
     results = found, *torch.autograd.grad(found, inputs, upstream)
     for result, wanted in zip(results, (expected, *torch.autograd.grad(expected, inputs, upstream)), strict=True):
         assert (result - wanted).norm() < 0.15 * wanted.norm()
+
+
+@pytest.mark.gpu
+def test_transformer_engine_notes_amaxes_for_delayed_scales():
+    pytest.importorskip("transformer_engine.pytorch")
+    _assert_delayed_scales("cuda")
+
+
+def _assert_delayed_scales(device: str) -> None:
+    """Each pass makes an entry of input, weight and gradient; what a checkpoint gives back is what it was given."""
+    settings, library = Float8Spec(recipe="delayed", amax_history_len=4), load_transformer_engine()
+    autocast = Autocast(library, settings)
+    layer = TransformerEngineLinear(library, autocast, (64, 48), torch.bfloat16, 16, None)
+    histories = TransformerEngineHistories([layer.histories(["layer"])], autocast, layer.forget_weights)
+    weight = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    amaxes = []
+    for size in (1.0, 3.0):
+        x = (size * torch.randn(32, 64, device=device)).to(torch.bfloat16)
+        autocast.begin_pass()
+        (y,) = layer(x, weight)
+        autocast.end_pass()
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        layer.forget_weights()
+        amaxes.insert(0, torch.stack([each.detach().abs().amax().float() for each in (x, weight, dy)]))
+    states = histories.states()
+    history, scale = states["fp8.layer.amax_history"], states["fp8.layer.scale"]
+    torch.testing.assert_close(history[:2], torch.stack(amaxes))
+    assert not history[2:].any()
+    largest = torch.tensor([448.0, 448.0, 57344.0], device=device)
+    torch.testing.assert_close(scale, largest / torch.stack(amaxes).amax(0))
+    history[2] = 100
+    histories.restored()
+    for name, state in histories.states().items():
+        assert torch.equal(state, states[name]), name
