@@ -16,6 +16,7 @@ from warm_process import MEGALAUNCH
 from megalaunch.cli.app import app
 from megalaunch.launchers.record import JobRecord, write_record
 from megalaunch.process import descendants, is_alive
+from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 _PODS = ("launcher=kubernetes", "launcher.kubernetes.image=me/image:1")
@@ -78,6 +79,22 @@ def test_the_last_command_tells_status_how_the_job_ended(tmp_path, options):
     assert "  outcome  2 shards verified and merged (exit code 0)\n" in shown.output
     listed = CliRunner().invoke(app, ["list", str(tmp_path)])
     assert re.search(r"\n  out_job +ssh +1 +2 tasks +1970-01-01 \d\d:\d\d +- +", listed.output)
+
+
+def test_a_merge_that_fails_tells_status_why(tmp_path, options):
+    """The shards are complete, so that nothing else would."""
+    path = write_jsonl(tmp_path / "in.jsonl", sentences(20))
+    path.write_text(f"{{nonsense\n{path.read_text()}{{nonsense\n")  # one in each shard
+    directory = RunDirectory(tmp_path / "out_job")
+    directory.root.mkdir()
+    record = JobRecord("slurm", 1, "preprocess-out", 1, 0.0, "elsewhere", "", tasks=2, final=2)
+    write_record(directory.job, record)
+    code, _, errors = run(*options, tmp_path / "out", "--shards", 2, "--on-bad-record", "skip", "--max-bad", 1)
+    assert code == 3
+    assert "2 records are bad, --max-bad allows 1" in errors
+    outcome = read_outcome(directory.outcome)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.reason) == (3, errors.strip().splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megalaunch.cli.output.progress import ProgressLine
 from megalaunch.format.numbers import format_bytes, format_counted, format_duration
@@ -21,12 +21,15 @@ _BAR = 24  # characters
 
 
 @contextmanager
-def errors_shown(interrupted: str, log_interval: int | None) -> Iterator[Callable[[Progress], None]]:
+def errors_shown(
+    interrupted: str, log_interval: int | None, failed: Callable[[int, str], None] = lambda code, reason: None
+) -> Iterator[Callable[[Progress], None]]:
     """Yield a function that shows the progress; end the command with the reason if preprocessing fails.
 
     Args:
         interrupted: what holds after Ctrl-C.
         log_interval: documents between two progress lines.
+        failed: called with the exit code and the reason before the command ends.
     """
     line = ProgressLine(_TERMINAL_INTERVAL, _LOG_INTERVAL)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
@@ -34,14 +37,17 @@ def errors_shown(interrupted: str, log_interval: int | None) -> Iterator[Callabl
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import refuse
 
+    def end(code: ExitCode, reason: str) -> NoReturn:
+        line.clear()
+        failed(code, reason)
+        refuse(reason, code)
+
     try:
         yield _show_progress(line, log_interval)
     except DataError as error:
-        line.clear()
-        refuse(str(error), ExitCode.DATA)
+        end(ExitCode.DATA, str(error))
     except KeyboardInterrupt:
-        line.clear()
-        refuse(f"interrupted; {interrupted}", ExitCode.INTERRUPTED)
+        end(ExitCode.INTERRUPTED, f"interrupted; {interrupted}")
     line.clear()
 
 

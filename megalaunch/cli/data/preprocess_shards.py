@@ -101,12 +101,19 @@ class Sharded:
                 result = write_shard(self.inputs, self.prefix, settings, task, show, note, loader)
         typer.echo(f"{name}: {'already complete' if result is None else summary(result).splitlines()[0]}")
 
-    def _merge(self) -> None:
-        with errors_shown(_CONTINUES, self.log_interval):
+    def _merge(self, directory: Path | None = None) -> None:
+        """Merge the parts; write the outcome for `megalaunch status` into the directory of a job, if there is one."""
+
+        def tell(code: int, reason: str) -> None:
+            if directory is not None:
+                record_end(directory, code, reason)
+
+        with errors_shown(_CONTINUES, self.log_interval, tell):
             from megalaunch.data.preprocess.shards.write import merge_shards
 
             result = merge_shards(self.inputs, self.prefix, self.settings, self._count)
         typer.echo(f"{self._merged}\n{summary(result)}")
+        tell(ExitCode.DONE, self._merged)
 
     def _run_all(self, dry_run: bool, detach: bool) -> None:
         settings = self._launcher_settings()
@@ -133,8 +140,7 @@ class Sharded:
             code = failed.exit_code
             text = f"shard {failed.number} of {self._count} failed (exit code {code}); {_CONTINUES}. Alone: {command}"
             refuse(text, ExitCode(code) if code in set(ExitCode) else ExitCode.CRASH)
-        self._merge()
-        record_end(tasks.directory, ExitCode.DONE, self._merged)
+        self._merge(tasks.directory)
 
     def _launcher_settings(self) -> LauncherSpec:
         if not self.launcher:
