@@ -11,7 +11,7 @@ from megalaunch.launchers.record import JobRecord
 from megalaunch.schema.launcher import LauncherSpec
 
 Phase = Literal["pending", "running", "ended", "unknown"]
-"""`unknown`: the scheduler does not know the job any more, so that only the files of the run tell how it ended."""
+"""`unknown`: the scheduler has forgotten the job, or cannot be asked: only the files of the run tell how it ended."""
 
 
 class LauncherError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -137,9 +138,15 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
     write_file_atomically(path, json.dumps(redact_record(asdict(outcome)), indent=2), leftover="reuse")
 
 
-def read_outcome(path: Path) -> Outcome | None:
-    """Return the recorded outcome, or None if there is no readable one."""
+def read_outcome(path: Path, since: float = 0.0) -> Outcome | None:
+    """Return the recorded outcome, or None if there is no readable one.
+
+    Args:
+        since: one that was written before, in seconds since 1970, is of another launch: None.
+    """
     try:
-        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+        with path.open(encoding="utf-8") as file:
+            is_older = os.fstat(file.fileno()).st_mtime < since
+            return None if is_older else Outcome(**json.load(file))
     except (OSError, ValueError, TypeError):
         return None

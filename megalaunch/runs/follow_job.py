@@ -36,21 +36,23 @@ _WILL_NOT_START = ("DependencyNeverSatisfied", "JobHeldUser", "JobHeldAdmin", "B
 class JobView:
     """A run as its directory shows it, from before its job was submitted: an older outcome is not the job's."""
 
-    def __init__(self, spec: RunSpec, directory: RunDirectory, attach: bool = False) -> None:
+    def __init__(self, spec: RunSpec, directory: RunDirectory, submitted: float | None = None) -> None:
         """Read what the run has so far.
 
         Args:
-            attach: the job was submitted before, so that an outcome may be its own.
+            submitted: when the job was, in seconds since 1970, so that a later outcome is its own; None: it will be.
         """
         from megalaunch.launch.run_state import RunState, throughput_basis
 
         self.spec, self.directory = spec, directory
-        self.state: RunState = RunState(spec, directory, throughput_basis(spec), attach=attach)
-        self._before = None if attach else self._stamp()
+        is_submitted = submitted is not None
+        self.state: RunState = RunState(spec, directory, throughput_basis(spec), attach=is_submitted)
+        self._since = submitted or 0.0
+        self._before = None if is_submitted else self._stamp()
 
     def outcome(self) -> Outcome | None:
         """Return the outcome that the job wrote; None without one."""
-        return read_outcome(self.directory.outcome) if self._stamp() != self._before else None
+        return read_outcome(self.directory.outcome, self._since) if self._stamp() != self._before else None
 
     def _stamp(self) -> tuple[int, int] | None:
         try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalaunch.format.paths import display_path
@@ -16,10 +17,13 @@ from megalaunch.launchers.launcher import JobStatus, LauncherError
 from megalaunch.launchers.record import JobRecord, read_record
 from megalaunch.launchers.select_launcher import select_launcher
 from megalaunch.process import Process, send_signal
-from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.outcome import EXIT_MEANINGS, NOT_RESTARTED, ExitCode, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 _NOT_RUNS = ("checkpoints", "logs", "plots", "profiles", "origin")
+_NOT_TOLD = "unknown"
+"""State of a job whose launcher could not be asked: it may run."""
+_SILENT_SECONDS = 5.0  # longer than an answer takes, also of a client that cannot connect
 
 
 @dataclass(frozen=True)
@@ -29,38 +33,81 @@ class RunJob:
     Attributes:
         record: of its newest job; None: it was not submitted, or continues without one.
         holder: the process that holds the directory of a run without a job; None: no process does.
-        status: of the job, or of that process.
+        status: of the job, or of that process; of a job whose state its launcher does not tell, from the outcome.
+        outcome: that of the job, or of the last launch of a run without one; None: it has written none.
     """
 
     directory: RunDirectory
     record: JobRecord | None
     holder: Holder | None
     status: JobStatus
+    outcome: Outcome | None
 
 
 def find_job(directory: RunDirectory) -> RunJob:
     """Return the newest job of a run and its state; a scheduler that does not answer is a reason in the state."""
-    record = read_record(directory.job)
-    status = JobStatus("ended", "not running") if record is None else _ask(record)
-    if status.phase == "ended" and run_is_locked(directory) and (holder := read_holder(directory.lock)) is not None:
-        return RunJob(directory, None, holder, JobStatus("running", holder.describe()))
-    return RunJob(directory, record, None, status)
-
-
-def _ask(record: JobRecord) -> JobStatus:
-    try:
-        return select_launcher(record.launcher).status(record)
-    except LauncherError as error:
-        return JobStatus("unknown", "unknown", str(error))
+    return _Inquiry().find(directory)
 
 
 def find_jobs(folder: Path) -> Iterator[RunJob]:
     """Yield the newest job of every run below a folder that was submitted, in order of their paths."""
+    inquiry = _Inquiry()
     for path, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _NOT_RUNS)
         if RunDirectory(Path(path)).job.name in files:
             folders.clear()
-            yield find_job(RunDirectory(Path(path)))
+            yield inquiry.find(RunDirectory(Path(path)))
+
+
+class _Inquiry:
+    """Questions for the states of jobs. A cluster that took long to fail is not asked for further ones."""
+
+    def __init__(self) -> None:
+        self._silent: dict[tuple[str, tuple[str, ...]], JobStatus] = {}
+
+    def find(self, directory: RunDirectory) -> RunJob:
+        """Return the newest job of a run and its state."""
+        record = read_record(directory.job)
+        if record is None:
+            status, outcome = JobStatus("ended", "not running"), read_outcome(directory.outcome)
+        else:
+            status, outcome = self._ask(record), read_outcome(directory.outcome, record.submitted)
+        is_gone = status.phase == "ended" or (status.phase == "unknown" and status.state != _NOT_TOLD)
+        if is_gone and run_is_locked(directory) and (holder := read_holder(directory.lock)) is not None:
+            return RunJob(directory, None, holder, JobStatus("running", holder.describe()), None)
+        if record is not None and outcome is not None:
+            status = _with_outcome(record, status, outcome)
+        return RunJob(directory, record, None, status, outcome)
+
+    def _ask(self, record: JobRecord) -> JobStatus:
+        cluster = record.launcher, record.options
+        if cluster in self._silent:
+            return self._silent[cluster]
+        asked = time.monotonic()
+        try:
+            status = select_launcher(record.launcher).status(record)
+        except LauncherError as error:
+            status = JobStatus("unknown", _NOT_TOLD, str(error))
+            if time.monotonic() - asked > _SILENT_SECONDS:
+                self._silent[cluster] = status
+        return status
+
+
+def _with_outcome(record: JobRecord, status: JobStatus, outcome: Outcome) -> JobStatus:
+    """Return the state of a job with the end that its outcome tells, where its launcher does not know the job's end.
+
+    Args:
+        outcome: the job has written it.
+    """
+    is_told = status.phase != "unknown" and not (status.phase == "ended" and select_launcher(record.launcher).attached)
+    if is_told:
+        return status
+    code = outcome.exit_code
+    told = f"exit code {code} by {RunDirectory(Path()).outcome.name}"
+    if status.state == _NOT_TOLD and (code not in NOT_RESTARTED or code == ExitCode.PREEMPTED):
+        return replace(status, reason=f"{status.reason}; its last attempt: {told}")  # it may have started again
+    title = EXIT_MEANINGS[ExitCode(code)].title if code in list(ExitCode) else "ended"
+    return JobStatus("ended", title, f"{told}; {status.reason or status.state}", status.nodes, exit_code=code)
 
 
 def stop_job(job: RunJob, at_once: bool) -> str:
@@ -69,12 +116,12 @@ def stop_job(job: RunJob, at_once: bool) -> str:
     Raises:
         LauncherError: it cannot be stopped from here.
     """
-    if job.record is not None and job.status.phase in ("pending", "running"):
+    may_run = job.status.phase in ("pending", "running") or job.status.state == _NOT_TOLD
+    if job.record is not None and may_run:
         return select_launcher(job.record.launcher).stop(job.record, at_once)
     if job.holder is not None:
         return _stop_process(job.holder, at_once)
-    outcome = read_outcome(job.directory.outcome) if job.record is None else None
-    how = f": {outcome.reason}" if outcome is not None else f": {job.status}" if job.record is not None else ""
+    how = f": {job.status}" if job.record is not None else f": {job.outcome.reason}" if job.outcome is not None else ""
     raise LauncherError(f"{display_path(job.directory.root)} is not running{how}")
 
 

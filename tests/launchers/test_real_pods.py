@@ -116,7 +116,7 @@ def test_a_jobset_of_a_real_api_server_is_shown_stopped_and_resumed_exactly(
             assert shown("stop", run.root) == f"job {job} is deleted; its pods save a checkpoint and end\n"
         wait_until(run.outcome.exists, 60)
         wait_until(lambda: kubernetes.items("pod") == [], 60)
-    assert "  state    DELETED (not known to Kubernetes any more)" in shown("status", run.root)
+    assert " (exit code 75 by outcome.json; not known to Kubernetes any more)\n" in shown("status", run.root)
     outcome = read_outcome(run.outcome)
     assert (outcome.exit_code, run.checkpoint(outcome.step).is_dir()) == (75, True)
     assert f"HF_TOKEN={CANARY}".encode() in environment

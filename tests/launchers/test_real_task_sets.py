@@ -212,7 +212,7 @@ def test_detached_shards_continue_in_the_background(place, request, corpus):
     code, output = call(corpus, *words)
     assert (code, f"{folder.name} has job {record.id} already" in output) == (2, True), output
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: "  state    ENDED (" in shown("status", folder), 120)
+    wait_until(lambda: " has ended)" in shown("status", folder), 120)
     logs = shown("logs", folder)
     assert "killed by signal 9" in logs
     assert logs.count("4 shards verified and merged\n4,000 documents, ") == 1
@@ -228,7 +228,7 @@ def test_detached_shards_are_stopped_and_the_same_command_continues(place, reque
     if place == "ray_cluster":
         os.kill(pid, signal.SIGCONT)  # Ray ends tasks by SIGTERM, which a stopped process does not see
     assert call(corpus, "stop", f"{name}_job")[0] == 0
-    wait_until(lambda: "  state    ENDED (" in shown("status", corpus / f"{name}_job"), 60)
+    wait_until(lambda: " has ended)" in shown("status", corpus / f"{name}_job"), 60)
     assert not processes("preprocess --shard", f"--output-prefix {name} ")
     logs = shown("logs", corpus / f"{name}_job")
     assert "interrupted; finished shards are kept; the same command continues" in logs

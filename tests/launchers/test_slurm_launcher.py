@@ -172,6 +172,48 @@ def test_a_job_is_submitted_shown_and_stopped(slurm, tmp_path):
     assert "is not running: CANCELLED" in refused.stderr
 
 
+def test_the_end_of_a_job_that_slurm_has_forgotten_is_that_of_its_run(slurm, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    slurm.job("PENDING")
+    assert train(tmp_path, "--detach").exit_code == 0
+    slurm.answer("scontrol", err="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    slurm.answer("scontrol --oneliner show job 12", err="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    slurm.answer("sacct", err="Slurm accounting storage is disabled\n", code=1)
+    assert "  state    not known to Slurm any more\n" in call("status", run.root).stdout
+    write_outcome(run.outcome, Outcome(0, "finished all 20 steps", 20))
+    told = "completed (exit code 0 by outcome.json; not known to Slurm any more)"
+    shown = call("status", run.root).stdout
+    assert f"  state    {told}\n" in shown
+    assert "  outcome  finished all 20 steps (exit code 0)\n" in shown
+    assert call("list", tmp_path).stdout.endswith(f"{told}\n")
+    row = json.loads(call("status", run.root, "--json").stdout)
+    assert (row["status"]["phase"], row["status"]["exit_code"], row["outcome"]["step"]) == ("ended", 0, 20)
+
+
+def test_a_resumed_run_does_not_show_the_end_of_its_last_job(slurm, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    assert train(tmp_path, "--detach").exit_code == 0
+    write_outcome(run.outcome, Outcome(75, "stopped by SIGTERM", 5))
+    os.utime(run.outcome, times=(read_record(run.job).submitted - 1,) * 2)
+    slurm.job("PENDING", Reason="Priority")
+    shown = call("status", run.root).stdout
+    assert "  state    PENDING (Priority)\n" in shown
+    assert "outcome" not in shown
+    slurm.job("CANCELLED")
+    watched = call("watch", run.root)
+    assert watched.exit_code == 75
+    assert "job 12 ended without an outcome of the run: CANCELLED" in watched.stderr
+    slurm.answer("scontrol --oneliner show job 12", err="scontrol: error: Unable to contact slurm controller\n", code=1)
+    assert call("list", tmp_path).stdout.endswith("unknown (scontrol: Unable to contact slurm controller)\n")
+
+
+def test_a_command_that_hangs_is_named_in_a_few_words(slurm, monkeypatch):
+    (slurm.bin / "scontrol").write_text("#!/bin/sh\nexec sleep 30\n")
+    monkeypatch.setattr(commands, "_TIMEOUT", 0.3)
+    with pytest.raises(LauncherError, match=r"^scontrol did not answer in 0 s$"):
+        job_status(12)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

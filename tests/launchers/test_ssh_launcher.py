@@ -114,7 +114,7 @@ def test_without_ssh_the_command_says_so(tmp_path, monkeypatch):
 
 def test_a_job_of_another_machine_is_asked_for_there():
     record = JobRecord("ssh", 1, "x", 2, 0.0, "elsewhere", "")
-    with pytest.raises(LauncherError, match="process 1 on elsewhere holds the job"):
+    with pytest.raises(LauncherError, match="the job was started on elsewhere, by process 1"):
         SshLauncher().status(record)
 
 

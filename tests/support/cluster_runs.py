@@ -74,7 +74,7 @@ def detached_and_stopped(folder: Path, run: RunDirectory, *overrides: str) -> st
     code, refused = call(folder, "train", *overrides)
     assert (code, f"has job {read_record(run.job).id} already: RUNNING" in refused) == (2, True), refused
     assert call(folder, "stop", str(run.root))[0] == 0
-    wait_until(lambda: "  state    ENDED (" in shown("status", run.root), 60)
+    wait_until(lambda: " has ended)" in shown("status", run.root), 60)
     outcome = read_outcome(run.outcome)
     assert outcome.exit_code == 75
     assert run.checkpoint(outcome.step).is_dir()

@@ -15,7 +15,6 @@ from megalaunch.format.table import table_lines
 from megalaunch.launch.run_state import number
 from megalaunch.launchers.record import JobRecord
 from megalaunch.rundir.jsonl import read_last_lines, read_lines
-from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.runs.catalog.summarize import RunFigures, run_figures
 from megalaunch.runs.job_states import RunJob
@@ -25,7 +24,7 @@ _TAIL_BYTES = 1 << 16
 
 def status_lines(job: RunJob) -> Iterator[str]:
     """Yield what is known about the run of one job."""
-    record, outcome = job.record, read_outcome(job.directory.outcome)
+    record, outcome = job.record, job.outcome
     yield display_path(job.directory.root)
     if record is not None:
         final = f", then job {record.final}" if record.tasks and record.final not in (0, record.id) else ""
@@ -61,7 +60,7 @@ def list_lines(folder: Path, jobs: Sequence[RunJob]) -> Iterator[str]:
 
 def job_row(job: RunJob) -> dict[str, Any]:
     """Return the JSON of one job."""
-    record, outcome = job.record, read_outcome(job.directory.outcome)
+    record, outcome = job.record, job.outcome
     return {
         "run": str(job.directory.root),
         "job": None if record is None else asdict(record),

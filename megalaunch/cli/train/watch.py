@@ -98,7 +98,7 @@ def _watch_job(spec: RunSpec, directory: RunDirectory, record: JobRecord) -> Exi
 
     try:
         launcher = select_launcher(record.launcher)
-        view = JobView(spec, directory, attach=True)
+        view = JobView(spec, directory, record.submitted)
         with StopSignals() as stop:
             return print_end(view, launcher, record, follow_job(view, launcher, record, stop))
     except LauncherError as error:

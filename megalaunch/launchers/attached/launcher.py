@@ -88,5 +88,6 @@ class AttachedLauncher(ABC):
 def _holder(record: JobRecord) -> Process:
     """Return the process that holds a job. Raises LauncherError on another machine than that process's."""
     if record.host != socket.gethostname():
-        raise LauncherError(f"process {record.id} on {record.host} holds the job", f"type the command on {record.host}")
+        message = f"the job was started on {record.host}, by process {record.id}"
+        raise LauncherError(message, f"type the command on {record.host}")
     return Process(int(record.id), record.started)

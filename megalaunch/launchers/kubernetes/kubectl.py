@@ -49,8 +49,11 @@ def kubectl(options: Sequence[str], *words: str) -> str:
         raise LauncherError(
             "kubectl is not found on this machine", "install kubectl, and let `kubectl get pods` work"
         ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LauncherError(f"kubectl does not work: {error}", "try again when the cluster answers") from error
+    except subprocess.TimeoutExpired:
+        message = f"kubectl did not answer in {_TIMEOUT:.0f} s"
+        raise LauncherError(message, "try again when the cluster answers") from None
+    except OSError as error:
+        raise LauncherError(f"kubectl does not work: {error}") from error
     if done.returncode != 0:
         raise _failure(done.stderr or done.stdout)
     return done.stdout

@@ -31,8 +31,11 @@ def slurm_command(*command: str) -> str:
             f"{command[0]} is not found, so that this machine has no Slurm",
             "type the command on a login node of the cluster, or set launcher=local",
         ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LauncherError(f"{command[0]} does not work: {error}", "try again when Slurm answers") from error
+    except subprocess.TimeoutExpired:
+        message = f"{command[0]} did not answer in {_TIMEOUT:.0f} s"
+        raise LauncherError(message, "try again when Slurm answers") from None
+    except OSError as error:
+        raise LauncherError(f"{command[0]} does not work: {error}") from error
     if done.returncode != 0:
         raise LauncherError(_reason(command[0], done.stderr or done.stdout))
     return done.stdout or done.stderr
