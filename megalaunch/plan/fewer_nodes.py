@@ -13,7 +13,12 @@ from megalaunch.plan.world import data_parallel_size, replicas_and_shards
 from megalaunch.schema import RunSpec, with_values
 from megalaunch.schema.paths import value_at
 
-_OFF = {"launcher.min_nodes": None, "launcher.rejoin_every": 1, "launcher.slurm.spare_nodes": 0}
+_OFF = {
+    "launcher.min_nodes": None,
+    "launcher.rejoin_every": 1,
+    "launcher.slurm.spare_nodes": 0,
+    "launcher.slurm.replace_stragglers": False,
+}
 """Limit and spare nodes are those of the run on all its nodes, whose launcher keeps them."""
 
 

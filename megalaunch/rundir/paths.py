@@ -178,6 +178,11 @@ class RunDirectory:
         return self.logs / "final_code"
 
     @property
+    def slow_nodes(self) -> Path:
+        """The slow nodes that the batch script replaces at its next start, until then."""
+        return self.logs / "slow_nodes"
+
+    @property
     def command_log(self) -> Path:
         """Output of a command with `--detach` that continues in the background."""
         return self.logs / "command.log"

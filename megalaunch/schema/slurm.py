@@ -28,6 +28,11 @@ class SlurmSpec:
         "nodes",
         minimum=0,
     )
+    replace_stragglers: bool = setting(
+        False,
+        "Save and restart with a spare node in place of one whose ranks compute slower than the others or wait for a "
+        "CPU (train.straggler_interval), or whose links are slower (launcher.preflight).",
+    )
     exclusive: bool = setting(True, "Take whole nodes, shared with no other job.")
     gres: str | None = setting(
         None,

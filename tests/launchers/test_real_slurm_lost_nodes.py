@@ -1,8 +1,11 @@
-"""Real Slurm: a run whose node is lost continues on fewer or on a spare one, with the losses of an undisturbed run."""
+"""Real Slurm: a run continues without a lost or slow node, with the losses of an undisturbed run."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import torch
 from cluster_runs import ON_FEWER, assert_losses_on_fewer, shown, started
 from launching import events_of, steps_of, wait_until
 from mini_slurm import lose_node, mini_slurm, restarted_node
@@ -55,5 +58,27 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(environment, tmp_path, tmp_p
             output, _ = train.communicate(timeout=300)
         assert train.returncode == 0, output
     assert "the run continues on n1,n3: n2 does not answer\n" in output
+    assert [event["workers"] for event in events_of(run, "launch")] == [2, 2]
+    assert_losses_on_fewer(run, tmp_path_factory)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the matmuls are not those of MKL, which can be slow")
+def test_a_spare_node_takes_the_place_of_one_that_computes_slower(environment, tmp_path, tmp_path_factory):
+    run, python = RunDirectory(tmp_path / "run/run"), tmp_path / "python"
+    slow = '[ "$SLURMD_NODENAME" != n2 ] || export MKL_CBWR=COMPATIBLE  # matmuls of old processors'
+    python.write_text(f'#!/bin/sh\n{slow}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    checks = ("train.straggler_interval=5", "train.straggler_threshold=0.8", "launcher.slurm.replace_stragglers=true")
+    overrides = overrides_of(tmp_path / "run", "launcher.slurm.spare_nodes=1", f"launcher.python={python}", *checks)
+    with mini_slurm(tmp_path / "slurm", nodes=3) as slurm:
+        environment(slurm)
+        with started(tmp_path, *overrides) as train:
+            output, _ = train.communicate(timeout=300)
+        assert train.returncode == 0, output
+    (restart,) = events_of(run, "restart")
+    assert restart["reason"] == "node 1 (n2) computed slower than the others", output
+    assert "the run continues on n1,n3: n2 computed slower than the others\n" in output
+    (named, *_) = events_of(run, "straggler")
+    assert named["nodes"] == [1]
     assert [event["workers"] for event in events_of(run, "launch")] == [2, 2]
     assert_losses_on_fewer(run, tmp_path_factory)

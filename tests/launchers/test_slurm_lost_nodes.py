@@ -12,6 +12,7 @@ import pytest
 from megalaunch.launchers.launcher import Job
 from megalaunch.launchers.slurm.batch_script import batch_script
 from megalaunch.rundir.jsonl import read_lines
+from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.launcher import LauncherSpec
 from megalaunch.schema.slurm import SlurmSpec
 
@@ -19,6 +20,7 @@ from megalaunch.schema.slurm import SlurmSpec
 _SRUN = r"""
 for word in "$@"; do case "$word" in --nodelist=*) list="${word#*=}" ;; --exclude=*) exit 0 ;; esac; done
 case "$*" in *'$SLURM_NODEID $SLURMD_NODENAME'*)
+    cat > /dev/null  # as the real one, which passes its stdin on
     rank=0
     for node in ${list//,/ }; do grep -qx "$node" lost || echo "$rank $node"; rank=$((rank + 1)); done
     exit ;;
@@ -66,7 +68,13 @@ def ran(job: Job, *turns: str, nodes: str = "n1 n2") -> tuple[int, list[str]]:
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}
     environment |= {"SLURM_JOB_NUM_NODES": str(len(states)), "SLURMD_NODENAME": "n1"}
     done = subprocess.run(
-        ["bash", "job.sbatch"], env=environment, cwd=folder, capture_output=True, text=True, timeout=60
+        ["bash", "job.sbatch"],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stderr == ""
     return done.returncode, (folder / "calls").read_text().splitlines()
@@ -150,6 +158,80 @@ def test_without_questions_a_node_stays_out_until_a_restart(tmp_path):
     job = replace(job, settings=replace(job.settings, rejoin_every=0))
     _, calls = ran(job, "5 n2", f"137 - : > lost; {SAVING}; /bin/sleep 1", "0 -")
     assert calls == ["train n1,n2 all", "train n1 alone", "train n1,n2 all"]
+
+
+SLOW_DEVICE = {"event": "straggler", "step": 60, "cause": "compute", "ranks": [1], "nodes": [1], "median_times": {}}
+WAITS_FOR_CPU = {**SLOW_DEVICE, "cause": "cpu"}
+WAITS_FOR_DATA = {**SLOW_DEVICE, "cause": "data"}
+SLOW_LINKS = {"event": "network", "nodes": 2, "slow_nodes": [1]}
+COMPUTED, LINKS = "computed slower than the others", "had slower links than the others"
+
+
+def naming(*named: dict, until: str = UNTIL_TOLD) -> str:
+    """A start of launchers in which events name slow nodes, in the form of this engine's events."""
+    lines = " ".join(f"'{json.dumps({'time': 1.0, **event})}'" for event in named)
+    return f"0 - printf '%s\\n' {lines} >> run/events.jsonl; {until}"
+
+
+@pytest.mark.parametrize(
+    ("event", "how"), [(SLOW_DEVICE, COMPUTED), (WAITS_FOR_CPU, COMPUTED), (SLOW_LINKS, LINKS)], ids=str
+)
+def test_a_spare_node_takes_the_place_of_a_slow_one(tmp_path, event, how):
+    job = job_of(tmp_path, fewer={}, spare_nodes=1, replace_stragglers=True)
+    assert ran(job, naming(event), "0 -", nodes="n1 n2 n3") == (0, ["train n1,n2 all", "train n1,n3 all"])
+    assert told(job)[1:] == [
+        ("restart", f"node 1 (n2) {how}"),
+        ("note", f"the run continues on n1,n3: n2 {how}"),
+    ]
+
+
+def test_several_slow_nodes_are_replaced_together_and_their_checkpoint_counts_as_progress(tmp_path):
+    job = job_of(tmp_path, fewer={}, spare_nodes=3, replace_stragglers=True)
+    job = replace(job, settings=replace(job.settings, max_restarts=1))
+    both = naming({**SLOW_DEVICE, "nodes": [0, 1]})
+    third = naming(SLOW_DEVICE, until=UNTIL_TOLD.replace("11", "12"))
+    code, calls = ran(job, both, third, "0 -", nodes="n1 n2 n3 n4 n5")
+    assert (code, calls) == (0, ["train n1,n2 all", "train n3,n4 all", "train n3,n5 all"])
+    reasons = [event[1] for event in told(job) if event[0] == "restart"]
+    assert reasons == [f"node 0 (n1) and node 1 (n2) {COMPUTED}", f"node 1 (n4) {COMPUTED}"]
+
+
+@pytest.mark.parametrize(
+    ("event", "settings", "lost"),
+    [
+        (WAITS_FOR_DATA, {}, "-"),
+        (SLOW_DEVICE, {"replace_stragglers": False}, "-"),
+        (SLOW_DEVICE, {}, "n3"),  # the spare node
+        ({**SLOW_DEVICE, "nodes": [0, 1]}, {}, "-"),
+        ({**SLOW_LINKS, "slow_nodes": []}, {}, "-"),
+    ],
+    ids=str,
+)
+def test_a_slow_node_stays_where_none_can_take_its_place_or_the_cause_is_no_node(tmp_path, event, settings, lost):
+    job = job_of(tmp_path, fewer={}, **{"spare_nodes": 1, "replace_stragglers": True, **settings})
+    told_to_save = "trap 'exit 75' USR1; for turn in {1..20}; do /bin/sleep 0.05; done"
+    turn = naming(event, until=told_to_save).replace("0 -", f"0 {lost}", 1)
+    assert ran(job, turn, "0 -", nodes="n1 n2 n3") == (0, ["train n1,n2 all"])
+
+
+def test_an_event_whose_nodes_cannot_all_be_replaced_does_not_hide_the_next(tmp_path):
+    job = job_of(tmp_path, fewer={}, spare_nodes=1, replace_stragglers=True)
+    turn = naming({**SLOW_DEVICE, "nodes": [0, 1]}, SLOW_LINKS)
+    assert ran(job, turn, "0 -", nodes="n1 n2 n3")[1] == ["train n1,n2 all", "train n1,n3 all"]
+    assert told(job)[2] == ("restart", f"node 1 (n2) {LINKS}")
+
+
+def test_a_slow_node_whose_run_could_not_save_may_take_part_again(tmp_path):
+    job = job_of(tmp_path, fewer={}, spare_nodes=1, replace_stragglers=True)
+    turn = naming(SLOW_DEVICE, until="trap 'exit 5' USR1; while :; do /bin/sleep 0.05; done")
+    assert ran(job, turn, "0 -", nodes="n1 n2 n3") == (0, ["train n1,n2 all"] * 2)
+    assert not RunDirectory(job.directory).slow_nodes.exists()
+
+
+def test_slow_nodes_of_an_earlier_attempt_are_not_named_again(tmp_path):
+    job = job_of(tmp_path, fewer={}, spare_nodes=2, replace_stragglers=True)
+    failing = naming(SLOW_DEVICE, until="exit 5")  # before the script has looked
+    assert ran(job, failing, "0 - /bin/sleep 1", nodes="n1 n2 n3 n4") == (0, ["train n1,n2 all"] * 2)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def test_a_run_that_cannot_continue_on_fewer_nodes_is_refused_with_a_proven_fix(
 
 def test_a_job_of_slurm_has_spare_nodes_only_on_all_its_nodes():
     """One node with a spare one is refused: a job ends with the node of its script."""
-    spec, _ = resolved(*FOUR, "launcher.name=slurm", "launcher.min_nodes=1", "launcher.slurm.spare_nodes=1")
+    spares = ("launcher.slurm.spare_nodes=1", "launcher.slurm.replace_stragglers=true", "train.straggler_interval=20")
+    spec, _ = resolved(*FOUR, "launcher.name=slurm", "launcher.min_nodes=1", *spares)
     *_, one = smaller_node_counts(RuleContext(spec), 1)
     assert (one.problem, one.values["launcher.slurm.spare_nodes"]) == ("", 0)
     spec, composition = resolved(*FOUR, "launcher.name=slurm", "cluster.nodes=1", "launcher.slurm.spare_nodes=1")

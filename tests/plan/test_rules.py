@@ -40,6 +40,20 @@ def test_addresses_and_names_on_hubs_are_no_paths():
     assert "a tokenizer of the Hugging Face Hub is hf://" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("launcher", "spares"),
+    [("ssh", "launcher.ssh.hosts=[a,b,c]"), ("slurm", "launcher.slurm.spare_nodes=1")],
+)
+def test_slow_nodes_are_replaced_only_where_the_ranks_are_checked(launcher, spares):
+    key = f"launcher.{launcher}.replace_stragglers"
+    run = (f"launcher={launcher}", "cluster.nodes=2", "cluster.devices_per_node=1", spares, f"{key}=true")
+    for unchecked in ((), ("train.straggler_interval=0",)):
+        (finding,) = findings(*run, *unchecked)
+        assert (finding.rule, finding.path) == (f"launcher.{launcher}_replace_stragglers", key)
+        assert finding.fixes == ("train.straggler_interval=100", f"{key}=false")
+    assert findings(*run, "train.straggler_interval=5") == []
+
+
 def test_the_reference_that_replaces_a_secret_can_be_pasted():
     pods = ("launcher=kubernetes", "launcher.kubernetes.image=x")
     (finding,) = findings(*pods, "launcher.kubernetes.environment=['HF_TOKEN=x']")

@@ -13,6 +13,7 @@ from megalaunch.launch.supervise import RestartBudget
 from megalaunch.launchers.attached.node import HeldNode, NodeError, join_errors
 from megalaunch.launchers.attached.remote_agent import LEASE_SECONDS, NodeOrder
 from megalaunch.launchers.launcher import Job, JobStatus, LauncherError
+from megalaunch.launchers.slow_nodes import slow_nodes
 from megalaunch.rundir.checkpoint.listing import newest_step
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import (
@@ -288,13 +289,9 @@ class AttachedJob:
                 self._saves += 1
                 if self._saves % self._rejoin_every == 0:
                     self._starter.ask_lost()
-            computes_slower = event.get("event") == "straggler" and event.get("cause") in ("compute", "cpu")
-            nodes = tuple(event["nodes"]) if computes_slower else tuple(event.get("slow_nodes") or ())
+            nodes, slower = slow_nodes(event)
             if nodes and not self._stragglers and self._starter.may_replace_stragglers(nodes):
-                self._stragglers = nodes
-                self._slower = (
-                    "computed slower than the others" if computes_slower else "had slower links than the others"
-                )
+                self._stragglers, self._slower = nodes, slower
 
     def _end(self, first: HeldNode, lost: bool) -> _End:
         stuck = next((node for node in self._nodes if node.exit_code == ExitCode.NO_PROGRESS), None)

@@ -11,13 +11,14 @@ import shlex
 from collections.abc import Mapping
 
 from megalaunch.launchers.launcher import Job
+from megalaunch.launchers.slurm.slow_node_lines import slow_node_functions
 from megalaunch.rundir.outcome import FAILED_NODES, ExitCode
 from megalaunch.rundir.paths import RunDirectory
 
 ON_CHOSEN = '"${on[@]}"'
 """Word of a command line of srun: the options that name the chosen nodes."""
-REJOINS = f'[ "$back:$code" = 1:{int(ExitCode.PREEMPTED)} ]'
-"""Condition of the shell: the launchers have saved and ended so that nodes can take part again."""
+SAVED_TO_REGROUP = f'[ "$regroup:$code" = 1:{int(ExitCode.PREEMPTED)} ]'
+"""Condition of the shell: the launchers have saved and ended so that other nodes can take part."""
 _GUARD_SECONDS = 30  # between two looks after the node of the script, by all other nodes together
 
 
@@ -27,7 +28,8 @@ def elastic_settings(job: Job) -> list[str]:
     sizes = sorted({job.nodes, *job.fewer}, reverse=True)
     values = {"events": str(directory.events), "outcome": str(directory.outcome)}
     return [
-        f"sizes='{' '.join(map(str, sizes))}'; wanted={job.nodes}; told={job.nodes}; refused=; back=0",
+        f"sizes='{' '.join(map(str, sizes))}'; wanted={job.nodes}; told={job.nodes}; regroup=0",
+        "declare -A left_out=()  # why these nodes of the job take no part",
         *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
         'chosen="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"',
         "guard",
@@ -50,6 +52,7 @@ def elastic_functions(job: Job, commands: Mapping[int, str], may_requeue: str) -
         "    esac",
         "}",
         *(_WATCH_LOST.replace("EVERY", str(job.settings.rejoin_every)).splitlines() if rejoins(job) else []),
+        *(slow_node_functions(job) if job.settings.slurm.replace_stragglers else []),
         *_guard(may_requeue),
     ]
 
@@ -66,7 +69,7 @@ _CHOOSE = r"""answering() {  # the nodes of the job that start a process, in Slu
     names="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)"  # without those that Slurm has marked down
     while read -r name state; do
         case "$state" in *down* | *drain* | *fail* | *'*'*) continue ;; esac
-        [[ " $refused ${list//,/ } " = *" $name "* ]] || { list="$list,$name"; count=$((count + 1)); }
+        [[ -n "${left_out[$name]}" || " ${list//,/ } " = *" $name "* ]] || { list="$list,$name"; count=$((count + 1)); }
     done < <(sinfo --noheader --Node --nodes="${names:-$SLURM_JOB_NODELIST}" --format='%N %T')
     [ "$count" = 0 ] || timeout 60 srun --nodes="$count" --ntasks="$count" --nodelist="${list#,}" \
         --ntasks-per-node=1 --cpu-bind=none --overlap --no-kill \
@@ -93,8 +96,8 @@ choose_nodes() {  # to `chosen`, their number to `size`: those of the last attem
 tell_change() {  # $1: the nodes before; $2: those that answer
     local name why= format comma='", "'
     for name in ${1//,/ }; do
-        if [[ " $refused " = *" $name "* ]]; then
-            why="$why, $name failed the preflight"
+        if [ -n "${left_out[$name]}" ]; then
+            why="$why, $name ${left_out[$name]}"
         elif [[ " $2 " != *" $name "* ]]; then
             why="$why, $name does not answer"
         fi
@@ -116,7 +119,7 @@ tell_change() {  # $1: the nodes before; $2: those that answer
 leave_out_failed() {  # the nodes that failed the preflight, if the run can start without them
     local rank ranks nodes=(${chosen//,/ })
     ranks="$(tr -d '[:space:]' < "$outcome" | sed -n 's/.*"FAILED_NODES":\[\([0-9,]*\)\].*/\1/p')"
-    for rank in ${ranks//,/ }; do refused="$refused ${nodes[rank]}"; done
+    for rank in ${ranks//,/ }; do left_out[${nodes[rank]}]="failed the preflight"; done
     [ -n "$ranks" ] && [ "$(fits "$(answering | wc -l)")" != 0 ]
 }""".replace("FAILED_NODES", FAILED_NODES)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megalaunch.launch.supervise import LONGEST_PAUSE, RestartBudget
 from megalaunch.launchers.launcher import Job
-from megalaunch.launchers.slurm.elastic_lines import REJOINS, elastic_functions, elastic_settings, rejoins
+from megalaunch.launchers.slurm.elastic_lines import SAVED_TO_REGROUP, elastic_functions, elastic_settings, rejoins
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE, FINAL_CODE_VARIABLE
 from megalaunch.rundir.outcome import NOT_RESTARTED, STOPPED_BETWEEN_ATTEMPTS, ExitCode
 from megalaunch.rundir.paths import RunDirectory
@@ -97,7 +97,7 @@ def lines_with_restarts(srun: str, words: Mapping[int, str], job: Job) -> list[s
         "record_restart",
     ]
     return [
-        *_signals(slurm, rejoins=chooses_nodes(job) and rejoins(job)),
+        *_signals(slurm, regroups=chooses_nodes(job) and (rejoins(job) or slurm.replace_stragglers)),
         *(_REQUEUE if _has_requeues(slurm) else []),
         *_functions(directory),
         *parts.functions,
@@ -141,21 +141,26 @@ def _choosing_parts(job: Job, commands: Mapping[int, str]) -> _Parts:
     """Return the lines of a job that has spare nodes, or may continue on fewer."""
     slurm = job.settings.slurm
     may_requeue = _has_requeues(slurm)
-    start = ["back=0; choose_nodes", f"{_NO_SIGNAL} || break"]
+    replaces = slurm.replace_stragglers
+    start = ["regroup=0; choose_nodes", f"{_NO_SIGNAL} || break"]
     if may_requeue:
         start.append(f'[ "$size" != 0 ] || {{ {_may_requeue(slurm)} && requeue "too few of its nodes answer"; }}')
+    if replaces:
+        start.append('rm -f "$slow_nodes"; seen="$(number_of_events)"')
     start.append("start & step=$!")
     if rejoins(job):
         start.append('[ "$size" = 0 ] || [ "$size" = "$wanted" ] || watch_lost "$step" &')
+    if replaces:
+        start.append('[ "$size" = 0 ] || watch_slow "$step" "$seen" &')
     start.append('await "$step"')
     failed_nodes = f'{{ [ "$code" = {int(ExitCode.CONFIGURATION)} ] && leave_out_failed; }}'
     return _Parts(
         elastic_functions(job, commands, _requeues_left(slurm) if may_requeue else ""),
         elastic_settings(job),
         start,
-        f"{REJOINS} || {failed_nodes} || ",
+        f"{SAVED_TO_REGROUP} || {failed_nodes} || ",
         [
-            f'! {REJOINS} || reason="lost nodes are back"',
+            f'! {SAVED_TO_REGROUP} || {{ reason="lost nodes are back"{"; leave_out_slow" if replaces else ""}; }}',
             f'[ "$size" != 1 ] || case "$code" in {_pattern(ExitCode.CRASH, ExitCode.HANG)}) break ;; esac'
             "  # its launcher has restarted its workers",
         ],
@@ -202,7 +207,7 @@ def _functions(directory: RunDirectory) -> list[str]:
     ]
 
 
-def _signals(slurm: SlurmSpec, rejoins: bool = False) -> list[str]:
+def _signals(slurm: SlurmSpec, regroups: bool = False) -> list[str]:
     """Return the lines that take a warning of the time limit and a stop, and `await`, which a signal does not end.
 
     Both reach srun as SIGUSR1, which it passes to the launchers; after a SIGTERM it would kill them. A second signal
@@ -210,11 +215,12 @@ def _signals(slurm: SlurmSpec, rejoins: bool = False) -> list[str]:
     started after it.
 
     Args:
-        rejoins: also take the signal of the script itself that lost nodes are back, after which the workers save too.
+        regroups: also take the signal of the script itself that other nodes are to take part, after which the workers
+            save too.
     """
-    back, zero = ("$back", "0") if rejoins else ("", "")
-    warn = f"""trap 'heard=1; [ "$warned$stopped{back}" != 00{zero} ] || {{ warned=1; pass_on; }}; warned=1' """
-    stop = f"""trap 'heard=1; stopped=1; [ "$warned{back}" != 0{zero} ] || pass_on' """
+    regroup, zero = ("$regroup", "0") if regroups else ("", "")
+    warn = f"""trap 'heard=1; [ "$warned$stopped{regroup}" != 00{zero} ] || {{ warned=1; pass_on; }}; warned=1' """
+    stop = f"""trap 'heard=1; stopped=1; [ "$warned{regroup}" != 0{zero} ] || pass_on' """
     return [
         "warned=0; stopped=0; child=",
         "pass_on() {  # not to a copy of this shell, which would lose it before it becomes the program",
@@ -222,7 +228,7 @@ def _signals(slurm: SlurmSpec, rejoins: bool = False) -> list[str]:
         "}",
         *([f"{warn}{_warning(slurm)}  # the time limit is near: the workers save"] if requeues(slurm) else []),
         f"{stop}{stop_signal(slurm)}  # megalaunch stop",
-        *([_BACK] if rejoins else []),
+        *([_REGROUP] if regroups else []),
         "await() {  # the exit code of process $1, to `ended`",
         "    local status; child=$1; ended=127; heard=1",
         f"    {_NO_SIGNAL} || pass_on",
@@ -234,7 +240,8 @@ def _signals(slurm: SlurmSpec, rejoins: bool = False) -> list[str]:
     ]
 
 
-_BACK = """trap 'heard=1; [ "$warned$stopped$back" != 000 ] || { back=1; pass_on; }' ALRM  # lost nodes are back"""
+# Other nodes are to take part: the workers save.
+_REGROUP = """trap 'heard=1; [ "$warned$stopped$regroup" != 000 ] || { regroup=1; pass_on; }' ALRM"""
 _REQUEUE = [
     "requeue() {  # $1: the reason",
     '    echo "job $SLURM_JOB_ID is queued again: $1"',

@@ -45,19 +45,3 @@ def wrong_hosts(ssh: SshSpec) -> Iterator[Violation]:
         yield Violation(
             "launcher.ssh.hosts", "a host is there twice, but each has one node", fixes=({"launcher.ssh.hosts": kept},)
         )
-
-
-@rule("launcher.ssh_replace_stragglers", "replace_stragglers is on only with spare hosts and checks of the ranks.")
-def ssh_replace_stragglers(at: RuleContext) -> Iterator[Violation]:
-    """A slow host is replaced by one beyond `cluster.nodes`, and the checks of `train.straggler_interval` find it."""
-    key, ssh, nodes = "launcher.ssh.replace_stragglers", at.spec.launcher.ssh, at.spec.cluster.nodes
-    if at.spec.launcher.name != "ssh" or not ssh.replace_stragglers:
-        return
-    interval = at.spec.train.straggler_interval
-    if interval == 0 or (interval is None and at.spec.platform.chip == "cpu"):
-        fixes = ({"train.straggler_interval": 100}, {key: False})
-        yield Violation(key, "the ranks of this run are not checked for slow ones", fixes=fixes)
-    if isinstance(nodes, int) and len(ssh.hosts) <= nodes:
-        yield Violation(
-            key, f"launcher.ssh.hosts has no spare host: {len(ssh.hosts)} for {nodes}", fixes=({key: False},)
-        )

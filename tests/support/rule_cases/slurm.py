@@ -5,6 +5,7 @@ from __future__ import annotations
 from rule_cases.case import H100, TINY, Case
 
 _JOB = (*TINY, "launcher=slurm")
+_TWO_NODES = (*_JOB, "cluster.nodes=2", "cluster.devices_per_node=1")
 
 CASES = {
     "launcher.slurm_time": Case("launcher.slurm.time=1h", "launcher.slurm.time=2-12:00", _JOB),
@@ -20,6 +21,11 @@ CASES = {
     "launcher.slurm_spare_nodes": Case(
         "launcher.slurm.spare_nodes=1 launcher.max_restarts=0",
         "launcher.slurm.spare_nodes=1",
-        (*_JOB, "cluster.nodes=2", "cluster.devices_per_node=1"),
+        _TWO_NODES,
+    ),
+    "launcher.slurm_replace_stragglers": Case(
+        "launcher.slurm.replace_stragglers=true",
+        "launcher.slurm.replace_stragglers=true launcher.slurm.spare_nodes=1",
+        (*_TWO_NODES, "train.straggler_interval=20"),
     ),
 }
