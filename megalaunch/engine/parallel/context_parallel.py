@@ -36,8 +36,9 @@ from megalaunch.engine.model.attention.documents import (
     documents_by_row,
     host_document_ids,
 )
-from megalaunch.engine.model.attention.flex_attention import flex_attention_by_position
+from megalaunch.engine.model.attention.flex_attention import FlexMask, flex_attention_by_position
 from megalaunch.engine.model.attention.package_attention import package_attention
+from megalaunch.engine.model.attention.partial_attention import BlockwisePart, FlexPart, PartialAttention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.engine.parallel.te_ring_attention import te_ring_attention
@@ -74,11 +75,13 @@ class ContextParallel:
         exchanges = (*chosen, *chosen[-1:] * depths) if isinstance(chosen, tuple) else (chosen,)
         return cls(mesh.cp, exchanges, mesh.cp_hierarchy, lengths, taken_backends(spec))
 
-    def _ring(self, axis: Axis, length: int, documents: Documents | None, window: int | None) -> AttentionFn:
+    def _ring(
+        self, axis: Axis, length: int, documents_BS: Tensor | None, documents: Documents | None, window: int | None
+    ) -> AttentionFn:
         """Return ring attention: the engine's own, or that of Transformer Engine."""
         backend = self.backends.of(window)
         if backend != "te":
-            return _ring_attention(axis, length, documents, window, _block_backend(backend))
+            return _ring_attention(axis, _ring_parts(axis, length, documents_BS, documents, window, backend))
         if documents is not None or (window or length) < length:
             raise ValueError("attention_backend=te has no ring for sliding windows and packed documents")
         if axis not in self._library_rings:
@@ -127,11 +130,11 @@ class ContextParallel:
             elif way == "a2a+p2p":
                 assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"
                 inner, outer = self.levels
-                attend = _ulysses_attention(inner, self._ring(outer, length, documents, window))
+                attend = _ulysses_attention(inner, self._ring(outer, length, documents_BS, documents, window))
             elif way == "allgather":
                 attend = _all_gather_attention(self.axis, self._over_all_keys(length, documents_BS, documents, window))
             else:
-                attend = self._ring(self.axis, length, documents, window)
+                attend = self._ring(self.axis, length, documents_BS, documents, window)
             made[way, window] = attend
         return [made[kind] for kind in kinds]
 
@@ -185,15 +188,33 @@ def _all_gather_attention(axis: Axis, attend_all: AttentionFn) -> AttentionFn:
     return attend
 
 
-def _ring_attention(
-    axis: Axis, length: int, documents: Documents | None, window: int | None, kernel: BlockBackend
-) -> AttentionFn:
-    """p2p: ring attention, with one mask per rank that owns keys."""
+def _ring_parts(
+    axis: Axis,
+    length: int,
+    documents_BS: Tensor | None,
+    documents: Documents | None,
+    window: int | None,
+    backend: TakenBackend,
+) -> tuple[PartialAttention, ...]:
+    """Return attention of this rank's queries over the keys of each rank."""
     tokens = [head_tail_runs(length, axis.size, rank) for rank in range(axis.size)]
-    masks = tuple(make_block_mask(tokens[axis.rank], keys, window, documents) for keys in tokens)
+    queries = tokens[axis.rank]
+
+    def part(keys: Runs) -> PartialAttention:
+        mask = make_block_mask(queries, keys, window, documents)
+        if backend != "flex":
+            return BlockwisePart(mask, _block_backend(backend))
+        # Without a visible pair there is no block, and nothing to call.
+        return FlexPart(FlexMask(queries, keys, documents_BS, window)) if mask.blocks else BlockwisePart(mask)
+
+    return tuple(map(part, tokens))
+
+
+def _ring_attention(axis: Axis, parts: tuple[PartialAttention, ...]) -> AttentionFn:
+    """p2p: ring attention, with one part of the keys per rank that owns some."""
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        return apply_function(RingAttention, q_BNsD, k_BGsD, v_BGsD, masks, axis, kernel, scoring, scoring.sinks)
+        return apply_function(RingAttention, q_BNsD, k_BGsD, v_BGsD, parts, axis, scoring, scoring.sinks)
 
     return attend
 

@@ -1,8 +1,9 @@
 """Ring attention over the cp axis: ranks send keys and values round a ring while they compute attention blocks.
 
-Liu et al. 2023. A rank holds the keys and values of one rank after another, and computes the blocks of its queries with
-them (model/attention/block_mask.py). Forward begins with its own keys and sends each to rank r + 1 while it computes
-with them. Backward begins with the keys that forward ended with, of rank r + 1, and sends them back to rank r - 1.
+Liu et al. 2023. A rank holds the keys and values of one rank after another, and computes attention of its queries over
+them (model/attention/partial_attention.py). Forward begins with its own keys and sends each to rank r + 1 while it
+computes with them. Backward begins with the keys that forward ended with, of rank r + 1, and sends them back to rank
+r - 1.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import AsyncCollective, ring_shift_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.attention.block_attention import add_blocks, add_gradients
-from megalaunch.engine.model.attention.block_kernels import BlockBackend, BlockInputs
-from megalaunch.engine.model.attention.block_mask import BlockMask
 from megalaunch.engine.model.attention.online_softmax import BlockwiseBackward, OnlineSoftmax
+from megalaunch.engine.model.attention.partial_attention import PartialAttention
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 
 
@@ -28,15 +27,14 @@ class RingAttention(torch.autograd.Function):
     Forward:   lse_r = log sum_j sum exp(q_r k_j^T),  out_r = sum_j exp(q_r k_j^T - lse_r) v_j  (online softmax, fp32)
     Backward:  dq_r = sum_j dq_rj,  dk_j = sum_r dk_rj,  dv_j = sum_r dv_rj
 
-    with mask, scale and score modification applied to q k^T. Each out_rj has a fused kernel where there is one
-    (model/attention/block_kernels.py). Both passes make cp turns; the send/recv of the next keys and values overlaps
-    with the block of the current ones. Only q_r, k_j, v_j of forward's last turn, out_r and lse_r are saved for
-    backward: backward sends the keys and values round again and recomputes the scores. The partial sums dk_j and dv_j
-    (fp32) follow k_j and v_j one turn later: their send/recv overlaps with the next block, whose gradients have a
-    buffer of their own and are added to what arrives. Rank j's own keys come last, so that dk_j and dv_j are complete
-    there after cp - 1 shifts, none of which is left over after the last block.
+    with mask, scale and score modification applied to q k^T. Both passes make cp turns; the send/recv of the next keys
+    and values overlaps with the block of the current ones. Only q_r, k_j, v_j of forward's last turn, out_r and lse_r
+    are saved for backward: backward sends the keys and values round again and recomputes the scores. The partial sums
+    dk_j and dv_j (fp32) follow k_j and v_j one turn later: their send/recv overlaps with the next block, whose
+    gradients have a buffer of their own and are added to what arrives. Rank j's own keys come last, so that dk_j and
+    dv_j are complete there after cp - 1 shifts, none of which is left over after the last block.
 
-    `masks[j]` is the attention mask of this rank's queries over the keys of rank j. `sinks` [N] repeats the sinks of
+    `parts[j]` computes attention of this rank's queries over the keys of rank j. `sinks` [N] repeats the sinks of
     `scoring` as a tensor input, so that autograd gives them a gradient.
     """
 
@@ -46,9 +44,8 @@ class RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        masks: tuple[BlockMask, ...],
+        parts: tuple[PartialAttention, ...],
         axis: Axis,
-        kernel: BlockBackend,
         scoring: ScoreMod,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -57,11 +54,11 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
             coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
-            mask = masks[(axis.rank - turn) % axis.size]
-            add_blocks(merged, BlockInputs(q, *_unpack(kv_block, shapes), mask, scoring, kernel))
+            part = parts[(axis.rank - turn) % axis.size]
+            part.add_output(merged, q, *_unpack(kv_block, shapes), scoring)
             kv_block = coming.wait() if coming else kv_block
         out = merged.output.to(q.dtype)
-        ctx.axis, ctx.scoring, ctx.masks, ctx.shapes, ctx.kernel = axis, scoring, masks, shapes, kernel
+        ctx.axis, ctx.scoring, ctx.parts, ctx.shapes = axis, scoring, parts, shapes
         ctx.save_for_backward(q, kv_block, out, merged.log_sum, sinks)
         return out
 
@@ -75,17 +72,17 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             is_last = turn + 1 == axis.size
             coming = None if is_last else ring_shift_async(kv_block, axis, step=-1)
-            mask = ctx.masks[(axis.rank + 1 + turn) % axis.size]
-            inputs = BlockInputs(q, *_unpack(kv_block, ctx.shapes), mask, ctx.scoring, ctx.kernel)
+            part = ctx.parts[(axis.rank + 1 + turn) % axis.size]
+            qkv = q, *_unpack(kv_block, ctx.shapes)
             of_block = torch.zeros_like(kv_block, dtype=torch.float32)
-            add_gradients(inputs, shared, dq, *_unpack(of_block, ctx.shapes))
+            part.add_gradients(qkv, ctx.scoring, shared, dq, *_unpack(of_block, ctx.shapes))
             # Until here `sums` keeps alive the tensor that is being sent.
             sums = of_block.add_(coming_sums.wait()) if coming_sums else of_block
             coming_sums = None if is_last else ring_shift_async(sums, axis, step=-1)
             kv_block = coming.wait() if coming else kv_block
         assert sums is not None, "an axis has a rank"
         dk, dv = _unpack(sums.to(kv_block.dtype), ctx.shapes)
-        return dq.to(q.dtype), dk, dv, None, None, None, None, shared.sinks(sinks)
+        return dq.to(q.dtype), dk, dv, None, None, None, shared.sinks(sinks)
 
 
 def _unpack(kv: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:

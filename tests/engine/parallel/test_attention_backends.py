@@ -23,6 +23,12 @@ DROPOUT = {"model__attention_dropout": 0.2}
 CAPS = {"model__attn_logit_softcapping": 2.0, **WINDOWS}
 RECOMPUTE = {"recompute__granularity": "selective", "recompute__modules": ["attention"]}
 PP = {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4}
+TWO_LEVELS = {
+    "parallel__cp": 4,
+    "parallel__cp_comm_type": "a2a+p2p",
+    "parallel__hierarchical_context_parallel_sizes": [2, 2],
+}
+CP4 = {"parallel__cp": 4, "model__num_layers": 2}  # FlexAttention takes long on CPUs
 TP_SP = {"parallel__tp": 2, "parallel__sequence_parallel": True}
 ZERO3 = {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params"}
 
@@ -63,6 +69,12 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("flex", "cp2 a2a, sinks"): _cp("a2a") | SINKS,
     ("flex", "pp2, documents, recompute"): PP | PACKED | WINDOWS | RECOMPUTE,
     ("flex", "zero3, soft caps"): ZERO3 | CAPS,
+    ("flex", "cp2 ring, soft caps"): _cp("p2p") | CAPS,
+    ("flex", "cp2 ring, soft caps, sinks, documents"): _cp("p2p") | CAPS | SINKS | PACKED,
+    ("flex", "cp4 ring, soft caps"): _cp("p2p") | CAPS | CP4,
+    ("flex", "cp4 ring, documents, recompute"): _cp("p2p") | PACKED | RECOMPUTE | CP4,
+    ("flex", "cp4 a2a and ring, soft caps, documents"): TWO_LEVELS | CAPS | PACKED | CP4,
+    ("flex", "cp2 pp2 ring, zero bubble, soft caps"): _cp("p2p") | CAPS | PP | {"parallel__schedule": "zero_bubble"},
     ("flash_attn", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
     ("flash_attn", "tp2 sp, soft caps, documents"): TP_SP | CAPS | PACKED,
     ("flash_attn", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
@@ -82,16 +94,13 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("te", "cp2 a2a, documents"): _cp("a2a") | PACKED,
     ("te", "zero3, documents"): ZERO3 | PACKED,
     ("te", "cp2 ring"): _cp("p2p"),
-    ("te", "cp4 a2a and ring"): {
-        "parallel__cp": 4,
-        "parallel__cp_comm_type": "a2a+p2p",
-        "parallel__hierarchical_context_parallel_sizes": [2, 2],
-    },
+    ("te", "cp4 a2a and ring"): TWO_LEVELS,
 }  # fmt: skip
 OF_GPUS = {"varlen": TakenBackends("varlen"), "windows": TakenBackends("auto", "varlen")}
 """What a run on a GPU takes by itself."""
 QUICK = [
     ("flash", "cp2 ring, sinks"),
+    ("flex", "cp2 ring, soft caps"),
     ("math", "cp2 a2a, documents"),
     ("te", "cp2 ring"),
 ]
@@ -103,6 +112,9 @@ SLOW = [
     ("efficient", "cp2 a2a, documents"),
     ("varlen", "zero3, windows, documents"),
     ("flex", "tp2 sp, soft caps"),
+    ("flex", "cp2 ring, soft caps, sinks, documents"),
+    ("flex", "cp4 ring, soft caps"),
+    ("flex", "cp4 a2a and ring, soft caps, documents"),
     ("flash_attn", "tp2 sp, soft caps, documents"),
     ("varlen", "tp2 sp, documents, recompute"),
     ("te", "cp2 allgather, documents, windows"),

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from slow_cases import slow_but
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex_attention
 
 from megalaunch.engine.collectives import AsyncCollective, ring_shift_async
 from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.attention.partial_attention import BlockwisePart, FlexPart
 from megalaunch.engine.parallel import ring_attention
 from megalaunch.engine.parallel.context_parallel import ContextParallel, cp_positions
+from megalaunch.plan.attention_choice import TakenBackend, TakenBackends
 
 BATCH, HEADS, SEQUENCE, DIM = 1, 2, 16, 4
 
@@ -38,27 +41,31 @@ def _recorded() -> Iterator[list[str]]:
 
         return AsyncCollective(started.in_flight, finish)
 
-    def blocks(original: Any) -> Any:
+    def block(original: Any) -> Any:
         def compute(*arguments: Any) -> None:
             events.append("block")
             original(*arguments)
 
         return compute
 
-    with mock.patch.multiple(
-        ring_attention,
-        ring_shift_async=shift,
-        add_blocks=blocks(ring_attention.add_blocks),
-        add_gradients=blocks(ring_attention.add_gradients),
+    def blocks(part: type) -> Any:
+        return mock.patch.multiple(part, add_output=block(part.add_output), add_gradients=block(part.add_gradients))
+
+    with (
+        mock.patch.object(ring_attention, "ring_shift_async", shift),
+        mock.patch.object(torch_flex_attention, "_validate_device"),  # it refuses gradients on a CPU
+        blocks(BlockwisePart),
+        blocks(FlexPart),
     ):
         yield events
 
 
-def _both_passes() -> tuple[list[str], list[str]]:
+def _both_passes(backend: TakenBackend) -> tuple[list[str], list[str]]:
     """What this rank issues in a forward and in a backward pass of attention."""
     axis = Axis("cp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
     positions = cp_positions(SEQUENCE, axis)
-    attend = ContextParallel(axis, ("p2p",)).make_attention(len(positions), None, [None], positions.device)[0]
+    context = ContextParallel(axis, ("p2p",), backends=TakenBackends(backend))
+    attend = context.make_attention(len(positions), None, [None], positions.device)[0]
     q, k, v = (torch.ones(BATCH, HEADS, len(positions), DIM, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     with _recorded() as forward:
         out = attend(q, k, v)
@@ -67,16 +74,19 @@ def _both_passes() -> tuple[list[str], list[str]]:
     return forward, backward
 
 
-@pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
-def test_keys_are_sent_beside_the_block_that_reads_them(ranks):
-    for forward, _ in run_ranks(ranks, _both_passes):
+RINGS = [(2, "auto"), (4, "auto"), (2, "flex")]
+
+
+@pytest.mark.parametrize(("ranks", "backend"), slow_but(RINGS, (2, "auto"), (2, "flex")))
+def test_keys_are_sent_beside_the_block_that_reads_them(ranks, backend):
+    for forward, _ in run_ranks(ranks, _both_passes, backend):
         assert forward == ["send keys", "block", "wait for keys"] * (ranks - 1) + ["block"]
 
 
-@pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
-def test_gradients_are_sent_beside_the_next_block(ranks):
+@pytest.mark.parametrize(("ranks", "backend"), slow_but(RINGS, (2, "auto"), (2, "flex")))
+def test_gradients_are_sent_beside_the_next_block(ranks, backend):
     """No shift is left over after the last block: that one is of the rank's own keys."""
     first = ["send keys", "block", "send sums", "wait for keys"]
     later = ["send keys", "block", "wait for sums", "send sums", "wait for keys"]
-    for _, backward in run_ranks(ranks, _both_passes):
+    for _, backward in run_ranks(ranks, _both_passes, backend):
         assert backward == first + later * (ranks - 2) + ["block", "wait for sums"]

@@ -22,29 +22,44 @@ from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
 from megalaunch.kernels.forms import kernel_forms
 
 
-def flex_attention_by_position(
-    queries: Runs, keys: Runs, documents_BT: Tensor | None, window: int | None
-) -> AttentionFn:
-    """Return causal attention of some tokens over others, within documents and a sliding window.
+class FlexMask:
+    """The causal mask of some tokens over others, within documents and a sliding window.
 
-    Args:
-        queries: The queries' position ids.
-        keys: The keys' position ids, 0, 1, ... if there are documents.
-        documents_BT: Document ids of the keys; None: one document.
-        window: The sliding window in tokens; None: full attention.
+    Its block mask is made at the first call, for all layers that share it; a captured graph of a layer reads it, too.
     """
-    made: list[BlockMask] = []  # one for all layers with this window; a captured graph of a layer reads it, too
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
+    def __init__(self, queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None) -> None:
+        """Take the position ids of queries and keys.
+
+        Args:
+            queries: The queries' position ids.
+            keys: The keys' position ids.
+            documents_BS: Document ids by position; None: one document.
+            window: The sliding window in tokens; None: full attention.
+        """
+        self._visible = queries, keys, documents_BS, window
+        self._made: BlockMask | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod) -> tuple[Tensor, Tensor]:
+        """Return attention without sinks and the log-sum-exp of scores, fp32 [B, N, S], -inf where no key is seen."""
         if scoring.dropout_seeds is not None:
             raise ValueError("attention_backend=flex computes no attention dropout: use auto")
         form = kernel_forms().flex_attention
         if form is not None:
-            out, log_sum = form(q, k, v)
-        else:
-            if not made:
-                made.append(_block_mask(queries, keys, documents_BT, window, q.device))
-            out, log_sum = _attend(q, k, v, made[0], scoring)
+            return form(q, k, v)
+        if self._made is None:
+            self._made = _block_mask(*self._visible, q.device)
+        return _attend(q, k, v, self._made, scoring)
+
+
+def flex_attention_by_position(
+    queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None
+) -> AttentionFn:
+    """Return attention over all keys that the queries see; arguments as of `FlexMask`."""
+    mask = FlexMask(queries, keys, documents_BS, window)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
+        out, log_sum = mask.attend(q, k, v, scoring)
         return out if scoring.sinks is None else _with_sinks(out, log_sum, scoring.sinks)
 
     return attend
@@ -82,14 +97,14 @@ def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Te
 
 
 def _block_mask(
-    queries: Runs, keys: Runs, documents_BT: Tensor | None, window: int | None, device: torch.device
+    queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None, device: torch.device
 ) -> BlockMask:
-    if documents_BT is None:
+    if documents_BS is None:
         return _causal_block_mask(queries, keys, window, device)
-    return _document_block_mask(queries, keys, documents_BT, window)
+    return _document_block_mask(queries, keys, documents_BS, window)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # a ring has one for the keys of each rank
 def _causal_block_mask(queries: Runs, keys: Runs, window: int | None, device: torch.device) -> BlockMask:
     """Return the block mask of one document per sample."""
     q_positions, k_positions = positions_of(queries, device), positions_of(keys, device)
@@ -100,16 +115,16 @@ def _causal_block_mask(queries: Runs, keys: Runs, window: int | None, device: to
     return make_flex_mask(visible, None, len(q_positions), len(k_positions), device)
 
 
-def _document_block_mask(queries: Runs, keys: Runs, documents_BT: Tensor, window: int | None) -> BlockMask:
+def _document_block_mask(queries: Runs, keys: Runs, documents_BS: Tensor, window: int | None) -> BlockMask:
     """Return the block mask of a microbatch of packed documents."""
-    device = documents_BT.device
+    device = documents_BS.device
     q_positions, k_positions = positions_of(queries, device), positions_of(keys, device)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = documents_BT[batch, q_positions[query]] == documents_BT[batch, k_positions[key]]
+        same = documents_BS[batch, q_positions[query]] == documents_BS[batch, k_positions[key]]
         return _in_window(q_positions[query] - k_positions[key], window) & same
 
-    return make_flex_mask(visible, len(documents_BT), len(q_positions), len(k_positions), device)
+    return make_flex_mask(visible, len(documents_BS), len(q_positions), len(k_positions), device)
 
 
 def _in_window(distance: Tensor, window: int | None) -> Tensor:

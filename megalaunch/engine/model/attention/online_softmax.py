@@ -57,7 +57,7 @@ class OnlineSoftmax:
         self.log_sum = merged
 
     def merge(self, block: Block, out: Tensor, log_sum: Tensor) -> None:
-        """Merge the output and log-sum-exp of a block, of which every query sees a key, as `add` does."""
+        """Merge the output and log-sum-exp of a block, as `add` does. A query sees a key of it, or saw one before."""
         output, so_far = block.of_queries(self.output), block.of_queries(self.log_sum)
         merged = torch.logaddexp(so_far, log_sum)
         output.mul_((so_far - merged).exp_()).add_(out * (log_sum - merged).exp_())
@@ -80,7 +80,7 @@ class BlockwiseBackward:
     @cached_property
     def share(self) -> Tensor:
         """What the softmax's normalisation subtracts from its weights' gradients: rowsum(dout * out), [B, N, S, 1]."""
-        return (self.dout_fp32 * self.out.float()).sum(dim=-1, keepdim=True)
+        return (self.dout.float() * self.out).sum(dim=-1, keepdim=True)  # keeps no fp32 tensor of all queries
 
     def of_block(self, block: Block) -> BlockwiseBackward:
         """Return those of the block's queries."""
