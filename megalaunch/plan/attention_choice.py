@@ -35,6 +35,7 @@ RUN_BACKENDS: frozenset[TakenBackend] = frozenset({"flash_attn", "te", "varlen"}
 """The backends of which a call computes contiguous queries over all of their keys, documents by their lengths."""
 
 _FLEX_OF_AUTO = replace(BACKENDS["flex"], gpu_16_bits_only=True, head_sizes=(16, 256), capability=AMPERE)
+_FLEX_WITHOUT_RING = replace(_FLEX_OF_AUTO, exchanges=("a2a", "allgather"))
 _VARLEN = BackendFacts(
     "torch's flash attention of windows and packed documents in one call",
     gpu_16_bits_only=True,
@@ -77,16 +78,19 @@ def taken_backends(spec: RunSpec) -> TakenBackends:
 def taken_backend(spec: RunSpec, window: int | None) -> TakenBackend:
     """Return the backend of layers with this window (None: full): on GPUs `auto` and `flash` may mean another.
 
-    A ring merges blocks by their log-sum-exp, of which neither of the two kernels has a backward pass.
+    A ring merges blocks by their log-sum-exp. varlen_attn has no gradient of it, and FlexAttention computes its forward
+    pass once more for it: blocks of flash attention are faster, where the scores are not capped.
     """
     model, backend = spec.model, spec.model.attention_backend
     if backend not in ("auto", "flash") or model.attention_dropout > 0:
         return backend
     masked = spec.data.reset_attention_mask or _is_windowed(spec, window)
-    modified = model.attn_logit_softcapping is not None or model.attention_sinks
+    capped = model.attn_logit_softcapping is not None
+    modified = capped or model.attention_sinks
     if masked and not modified and _is_served(spec, _VARLEN):
         return "varlen"
-    if backend == "auto" and (masked or modified) and _is_served(spec, _FLEX_OF_AUTO):
+    flex = _FLEX_OF_AUTO if capped else _FLEX_WITHOUT_RING
+    if backend == "auto" and (masked or modified) and _is_served(spec, flex):
         return "flex"
     return backend
 
@@ -178,7 +182,7 @@ def _why_scores(model: ModelSpec) -> str:
     if model.attention_dropout > 0:
         return "fused kernels have other dropout masks"
     if model.attn_logit_softcapping is not None:
-        return "FlexAttention, which has soft caps, does not serve this device, dtype, head size or cp_comm_type"
+        return "FlexAttention, which has soft caps, does not serve this device, dtype or head size, or dynamic_cp"
     return f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
 
 

@@ -17,7 +17,14 @@ from megalaunch.plan.attention_choice import (
 )
 from megalaunch.plan.check import check
 from megalaunch.plan.cost.attention import AttentionRates, AttentionShape, attention_kernel, attention_seconds
-from megalaunch.plan.cost.constants import ATTENTION_TILE, BLOCK_LAUNCHES, FLASH_RATE, FLEX_RATE, HOST_LAUNCH
+from megalaunch.plan.cost.constants import (
+    ATTENTION_TILE,
+    BLOCK_LAUNCHES,
+    FLASH_RATE,
+    FLEX_RATE,
+    FLEX_RING_LAUNCHES,
+    HOST_LAUNCH,
+)
 from megalaunch.plan.cost.stacks import engine_stack
 from megalaunch.plan.cost.step import step_time
 from megalaunch.plan.layers import Layer, list_layers
@@ -34,6 +41,11 @@ MIXED = (WINDOW, "model.sliding_window_pattern=2")
 CAP = "model.attn_logit_softcapping=30"
 PACKED = "data.reset_attention_mask=true"
 SINKS = "model.attention_sinks=true"
+TWO_LEVELS = (
+    "parallel=cp4",
+    "parallel.cp_comm_type=a2a+p2p",
+    "parallel.hierarchical_context_parallel_sizes=[2,2]",
+)
 ULYSSES = ("parallel=cp2", "parallel.cp_comm_type=a2a")
 LONG = ("batch.sequence_length=4096", "model.max_position_embeddings=4096")
 
@@ -57,7 +69,6 @@ REFUSED = {
     "cudnn ": ((*H100, WINDOW), "cudnn attention does not compute a sliding window"),
     "cudnn  ": ((*H100, PACKED), "cudnn attention does not compute packed documents"),
     "efficient ": ((*H100, *LONG, WINDOW), "efficient attention does not compute a sliding window above 2048 tokens"),
-    "flex   ": ((*H100, *WIDE, "parallel=cp2"), "flex attention does not work with cp_comm_type p2p"),
     "cudnn   ": ((*H100, "train.deterministic=true"), "cudnn attention has no deterministic backward pass"),
     "flash_attn ": ((*H100, FP32), "flash_attn attention takes bf16 and fp16, but compute_dtype is fp32"),
     "flash_attn  ": ((*H100, "model.head_dim=512"), "flash_attn attention takes heads of at most 256"),
@@ -102,6 +113,13 @@ def test_what_a_package_computes_is_not_refused(backend, exchange):
     assert not _errors(*H100, *context, *SERVED[backend], f"model.attention_backend={backend}")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("ring", [("parallel=cp2",), TWO_LEVELS])
+def test_a_ring_of_flex_attention_is_not_refused(ring, dtype):
+    masked = (CAP, SINKS, PACKED, WINDOW, f"precision.compute_dtype={dtype}")
+    assert not _errors(*H100, *WIDE, *ring, *masked, "model.attention_backend=flex")
+
+
 def test_a_ring_of_transformer_engine_is_not_refused():
     assert not _errors(*H100, "parallel=cp2", "model.attention_backend=te")
 
@@ -142,6 +160,7 @@ def test_a_fix_names_no_other_package(backend):
             "blocks with scores in fp32: FlexAttention, which has soft caps, does not serve this device, dtype",
         ),
         ((*H100, *WIDE, CAP), "torch's FlexAttention, compiled: computes soft caps, which no other fused kernel"),
+        ((*H100, *WIDE, CAP, "parallel=cp2"), "torch's FlexAttention, compiled: computes soft caps, which no other"),
         ((*H100, *WIDE, CAP, WINDOW, "model.sliding_window_pattern=2"), "torch's FlexAttention, compiled: computes"),
         ((*H100, "model.attention_dropout=0.1"), "blocks with scores in fp32: fused kernels have other dropout masks"),
         (
@@ -162,7 +181,16 @@ TAKEN = [
     ((*H100, *WIDE, CAP, SINKS, PACKED), "flex", None),
     ((*MI300X, *WIDE, CAP), "flex", None),
     ((*H100, *WIDE, CAP, *ULYSSES), "flex", None),
-    ((*H100, *WIDE, CAP, "parallel=cp2"), "auto", None),  # a ring
+    ((*H100, *WIDE, CAP, "parallel=cp2"), "flex", None),  # a ring
+    ((*H100, *WIDE, CAP, *TWO_LEVELS), "flex", None),
+    ((*H100, *WIDE, CAP, SINKS, PACKED, "parallel=cp2", "parallel.cp_comm_type=[a2a,p2p]"), "flex", None),
+    ((*H100, *WIDE, CAP, PACKED, "parallel=cp2", "parallel.dynamic_context_parallel=true"), "auto", None),
+    ((*H100, *WIDE, CAP, FP32, "parallel=cp2"), "auto", None),
+    ((*H100, CAP, "parallel=cp2"), "auto", None),  # FlexAttention takes no such narrow heads
+    ((*V100, *WIDE, CAP, "parallel=cp2"), "auto", None),
+    ((*TINY, *WIDE, CAP, "parallel=cp2"), "auto", None),
+    ((*H100, *WIDE, SINKS, "parallel=cp2"), "auto", None),  # blocks of flash attention
+    ((*MI300X, *WIDE, PACKED, "parallel=cp2"), "auto", None),
     ((*H100, *WIDE, CAP, FP32), "auto", None),
     ((*H100, *WIDE, CAP, "model.attention_dropout=0.1"), "auto", None),
     ((*V100, *WIDE, CAP), "auto", None),
@@ -304,6 +332,25 @@ def test_sinks_of_flex_attention_cost_passes_over_its_output():
     )
 
 
+def test_flex_attention_computes_its_forward_pass_twice_in_a_ring():
+    spec, _ = resolved(*H100, *LONG, *WIDE, CAP, "parallel=cp4")
+    ring = attention_kernel(spec, engine_stack(spec), None)
+    whole = attention_kernel(with_values(spec, {"parallel.cp_comm_type": "allgather"}), engine_stack(spec), None)
+    assert (ring.rate, ring.recomputed, ring.merges) == (whole.rate, True, 4)
+    assert ring.launches == 4 * FLEX_RING_LAUNCHES.value
+    assert (whole.recomputed, whole.merges, whole.launches) == (False, 0, 0)
+    kind = Layer(0, experts=False, window=None, mtp=False)
+    shape, rates = AttentionShape(1024, 4096, 4, 2, 2), AttentionRates(1e15, 6e14, 1e14, 2.5e12)
+    once = replace(ring, recomputed=False)
+    (forward, backward), (same, shorter) = (
+        attention_seconds(spec.model, kind, shape, one, rates) for one in (ring, once)
+    )
+    merging = forward - attention_seconds(spec.model, kind, shape, replace(ring, merges=0), rates)[0]
+    shares = 4 * 32 * 1024 * 4 * 16 / rates.memory
+    assert same == forward
+    assert backward - shorter == pytest.approx(forward - merging + shares)
+
+
 def test_a_step_waits_for_the_host_that_launches_blocks():
     """A window of 8 tokens in samples of 4,096 is 1,023 blocks a layer."""
     one_call, _ = resolved(*H100, *LONG, WINDOW)
@@ -352,6 +399,7 @@ def test_unfused_attention_is_planned_by_blocks_where_it_has_no_mask_of_all_pair
         ("te", "p2p", "cudnn", True),
         ("flash", "allgather", "flash", True),
         ("flex", "allgather", "flex", False),
+        ("flex", "p2p", "flex", True),
     ],
 )
 def test_the_rate_of_a_package_and_the_blocks_that_it_merges(backend, exchange, like, merges):

@@ -34,6 +34,7 @@ class AttentionKernel:
         merges: blocks merged into the output of a query.
         tile: keys that a kernel with a window multiplies besides the visible ones: both of its ends are whole tiles.
         scaled: sinks scale the output.
+        recomputed: backward computes the forward pass again, and the share of a block in the output's gradient.
         launches: operators that the host launches for blocks, both passes.
     """
 
@@ -44,6 +45,7 @@ class AttentionKernel:
     merges: float = 0.0
     tile: float = 0.0
     scaled: bool = False
+    recomputed: bool = False
     launches: float = 0.0
 
 
@@ -85,8 +87,11 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     taken = taken_backend(spec, window)
     if (taken == "flex" or taken in RUN_BACKENDS) and not has_library_ring(spec):
         tile = c.ATTENTION_TILE.value if window is not None and window < length else 0.0
-        scaled = taken == "flex" and spec.model.attention_sinks
-        return AttentionKernel(_named_rate(taken), block, tile=tile, scaled=scaled)
+        called = AttentionKernel(_named_rate(taken), block, tile=tile)
+        if taken == "flex" and _ring_size(spec) > 1:
+            turns = _turns(spec, window)
+            return replace(called, merges=turns, recomputed=True, launches=turns * c.FLEX_RING_LAUNCHES.value)
+        return replace(called, scaled=taken == "flex" and spec.model.attention_sinks)
     fused = AttentionKernel(_named_rate(taken), block, merges=merges)
     by_blocks = taken == "flash" and (masked or spec.model.attention_sinks or not whole)
     if taken not in ("auto", "math") and not by_blocks:
@@ -131,6 +136,27 @@ def _block_launches(spec: RunSpec, window: int | None, kernel: str) -> float:
     return blocks * ceil(queries / c.SCORE_BLOCK.value) * c.SCORE_BLOCK_LAUNCHES.value
 
 
+def _ring_size(spec: RunSpec) -> int:
+    """Return the ranks of a ring; 1 without one."""
+    parallel = spec.parallel
+    match most_common_cp_comm_type(parallel):
+        case "p2p":
+            return parallel.cp
+        case "a2a+p2p" if parallel.hierarchical_context_parallel_sizes:
+            return parallel.hierarchical_context_parallel_sizes[-1]
+    return 1
+
+
+def _turns(spec: RunSpec, window: int | None) -> int:
+    """Return the turns of a ring in which a query sees a key; those of documents are not known.
+
+    A rank has two chunks of a sample. A window reaches from each to the chunks before it, of as many ranks.
+    """
+    ranks = _ring_size(spec)
+    reached = ranks if window is None else ceil(2 * ranks * window / spec.batch.sequence_length)
+    return min(ranks, 1 + 2 * reached)
+
+
 def _named_rate(backend: TakenBackend) -> float:
     """Return the rate of a backend other than auto, of cuDNN's."""
     if backend in ("cudnn", "te"):  # Transformer Engine prefers cuDNN's from Hopper on
@@ -164,9 +190,11 @@ def attention_seconds(
     merged = kernel.merges * shape.tokens / rates.memory
     keys, width = (query + value) * shape.groups, value * shape.heads
     scaled = shape.tokens * width / rates.memory if kernel.scaled else 0.0
+    again = seconds / forward + merged * width * c.FLEX_RING_TRAFFIC.value if kernel.recomputed else 0.0
     return (
         seconds / forward + merged * width * c.MERGE_TRAFFIC_FORWARD.value + scaled * c.SINK_TRAFFIC_FORWARD.value,
         c.ATTENTION_PRODUCTS.value * seconds / backward
+        + again
         + merged * (query * shape.heads + keys) * c.MERGE_TRAFFIC_BACKWARD.value
         + scaled * c.SINK_TRAFFIC_BACKWARD.value,
     )

@@ -78,11 +78,19 @@ SINK_TRAFFIC_BACKWARD = Constant(
     34.0,
     "fp32 gradients of both factors, cast to 16 bits",
 )
+FLEX_RING_TRAFFIC = Constant(
+    "bytes moved per value by the share of a turn of a ring in the gradients of FlexAttention's outputs",
+    32.0,
+    "products in fp32, cast to 16 bits (engine/model/attention/partial_attention.py)",
+)
 ATTENTION_TILE = Constant(
     "keys that a fused kernel multiplies in addition to those of a window", 128.0, "FlexAttention's blocks, 128 x 128"
 )
 BLOCK_LAUNCHES = Constant(
     "operators launched per block of flash attention, both passes", 21.0, "counted: 322 of 15 blocks of a window"
+)
+FLEX_RING_LAUNCHES = Constant(
+    "operators launched per turn of a ring by FlexAttention, both passes", 27.0, "counted: 21, and 6 of FlexAttention"
 )
 SCORE_BLOCK = Constant("queries of a block with scores in fp32", 512.0, "engine/model/attention/online_softmax.py")
 SCORE_BLOCK_LAUNCHES = Constant(

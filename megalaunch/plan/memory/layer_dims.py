@@ -263,7 +263,7 @@ def _saved_bytes_per_head(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups
 
 def _scales_output(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
     """Return whether sinks join FlexAttention's log-sum-exp (engine/model/attention/flex_attention.py)."""
-    return model.attention_sinks and dtypes.attention_backend == "flex"
+    return model.attention_sinks and dtypes.attention_backend == "flex" and not _is_ring(dtypes)
 
 
 def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> float:
@@ -321,7 +321,7 @@ def _attention_buffer_bytes(
     """
     if _is_unfused(dtypes):
         return _unfused_peak(model, dtypes, heads)
-    if dtypes.attention_backend in ("flex", *RUN_BACKENDS):
+    if dtypes.attention_backend in RUN_BACKENDS or (dtypes.attention_backend == "flex" and not _is_ring(dtypes)):
         # Sinks: in fp32 the output's gradient, and its products with the factor and the output. All-gathered: the
         # gradients of the keys of all ranks, joined and by rank; the keys are freed by then.
         gathered = dtypes.cp_comm_type == "allgather" and dtypes.cp > 1
@@ -350,9 +350,9 @@ def _window_of_blocks(kind: Layer, dtypes: DtypesAndGroups) -> float:
 
 def _computes_blocks_of_ranks(dtypes: DtypesAndGroups) -> bool:
     """Return whether a rank computes blocks of its queries and the keys of every rank: in a ring, or all-gathered."""
-    if dtypes.cp == 1 or dtypes.cp_comm_type not in ("p2p", "allgather") or dtypes.dynamic_cp:
+    if dtypes.cp == 1 or dtypes.cp_comm_type not in ("p2p", "allgather", "a2a+p2p") or dtypes.dynamic_cp:
         return False
-    return dtypes.attention_backend in ("auto", "flash", "math")
+    return dtypes.attention_backend in ("auto", "flash", "math", "flex")
 
 
 def _block_bytes(
@@ -366,7 +366,7 @@ def _block_bytes(
 
     In addition, those of the largest block: of a rank's queries and keys in a ring, else of its late half and the keys
     before it. Flash attention sums a block's gradient of queries up in fp32, writes gradients in their dtype, of every
-    query head before it sums those of a group up, and takes heads of one width. Without it k, v and their gradients are
+    query head before it sums those of a group up, and takes heads of one width; FlexAttention takes any. Without them k, v and their gradients are
     in fp32, of every head, and queries, output, its gradient and theirs of one block of queries.
     """
     width = dtype_bytes(dtypes.compute_dtype)
@@ -377,13 +377,16 @@ def _block_bytes(
         sums = 4 * (query + dtypes.cp * kv)
         queries, keys = 0.5, dtypes.cp - 0.5
     if not _computes_scores(model, dtypes):
-        if model.mla.kv_lora_rank is not None:
+        is_flex = dtypes.attention_backend == "flex"
+        if model.mla.kv_lora_rank is not None and not is_flex:
             made = 3 * keys * query + 2 * queries * query  # v and its gradient, output and its gradient
         else:
             grouped = profile.expands_grouped_gradients and kv < 2 * query
             made = keys * (kv + (2 * query if grouped else 0.0))
-        sinks = 3 * 4 * query if model.attention_sinks else 0.0
-        return sums + max((4 + width) * queries * query + width * made, sinks)
+        # FlexAttention: a block's output, the gradient of it, and a copy of that in the order of heads.
+        of_block = 3 * width * query if is_flex else 0.0
+        sinks = 2 * 4 * query if model.attention_sinks else 0.0
+        return sums + max((4 + width) * queries * query + width * made + of_block, sinks)
     queries = min(profile.query_block * dtypes.cp / dtypes.sequence_length, 1.0)
     scores = heads * queries * keys * dtypes.sequence_length / dtypes.cp
     modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
@@ -455,4 +458,4 @@ def _needs_score_mod(model: ModelSpec) -> bool:
 
 
 def _is_ring(dtypes: DtypesAndGroups) -> bool:
-    return dtypes.cp > 1 and dtypes.cp_comm_type == "p2p"
+    return dtypes.cp > 1 and dtypes.cp_comm_type in ("p2p", "a2a+p2p")

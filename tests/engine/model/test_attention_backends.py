@@ -20,15 +20,19 @@ from megalaunch.engine.model.attention import core, flex_attention, online_softm
 from megalaunch.engine.model.attention.block_attention import blockwise_attention
 from megalaunch.engine.model.attention.block_mask import make_block_mask
 from megalaunch.engine.model.attention.core import NO_CP, NoContextParallel
-from megalaunch.engine.model.attention.online_softmax import OnlineSoftmax
+from megalaunch.engine.model.attention.flex_attention import FlexMask
+from megalaunch.engine.model.attention.online_softmax import BlockwiseBackward, OnlineSoftmax
+from megalaunch.engine.model.attention.partial_attention import FlexPart
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.parallel import context_parallel
 from megalaunch.engine.parallel.context_parallel import ContextParallel, head_tail_runs
+from megalaunch.engine.simulate.gpu_ops import GPU_KERNELS
 from megalaunch.kernels.flash_attention import FLASH_KERNELS
+from megalaunch.kernels.forms import use_kernel_forms
 from megalaunch.plan import attention_choice
 from megalaunch.plan.attention_choice import TakenBackends, choose_kernel, taken_backends
 from megalaunch.plan.cost.attention import attention_kernel
-from megalaunch.plan.cost.constants import BLOCK_LAUNCHES, SCORE_BLOCK_LAUNCHES
+from megalaunch.plan.cost.constants import BLOCK_LAUNCHES, FLEX_RING_LAUNCHES, SCORE_BLOCK_LAUNCHES
 from megalaunch.plan.cost.stacks import engine_stack
 from megalaunch.schema import with_values
 
@@ -247,6 +251,33 @@ def test_the_planner_counts_the_operators_of_a_block(backend, tokens, window, bl
     with _Operators() as launched:
         attend(q, k, k, ScoreMod(0.3)).sum().backward()
     assert launched.count == pytest.approx(blocks * each.value, rel=0.1)
+
+
+@pytest.mark.parametrize("window", [None, 128, 512, 1024, 3072])
+def test_the_planner_counts_the_turns_of_flex_attention_in_a_ring(window):
+    ranks, length = 4, len(WHOLE[0])
+    values = {"batch.sequence_length": length, "model.sliding_window": window, "model.attention_backend": "flex"}
+    ring = {"parallel.cp": ranks, "parallel.cp_comm_type": "p2p"}
+    spec = with_values(resolved("recipe=tiny", "data.corpus=x", "platform=h100", *GPUS)[0], values | ring)
+    planned = attention_kernel(spec, engine_stack(spec), window).launches / FLEX_RING_LAUNCHES.value
+    tokens = [head_tail_runs(length, ranks, rank) for rank in range(ranks)]
+    assert planned == max(sum(bool(make_block_mask(mine, seen, window).blocks) for seen in tokens) for mine in tokens)
+
+
+def test_the_planner_counts_the_operators_of_flex_attention_in_a_ring():
+    """What FlexAttention does itself is counted apart: two passes forward and one backward, of two kernels each."""
+    tokens = (range(64),)
+    part = FlexPart(FlexMask(tokens, tokens, None, None))
+    q, k = (torch.randn(1, heads, 64, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, k)]
+    merged = OnlineSoftmax.empty(q, 16, None)
+    with use_kernel_forms(GPU_KERNELS), torch.no_grad(), _Operators() as launched:
+        part.add_output(merged, q, k, k, ScoreMod(0.3))
+        shared = BlockwiseBackward(q, q, merged.log_sum)
+        before, _ = launched.count, shared.share  # once for all turns
+        ignored = launched.count - before
+        part.add_gradients((q, k, k), ScoreMod(0.3), shared, *sums)
+    assert launched.count - ignored == FLEX_RING_LAUNCHES.value - 6
 
 
 def _one_rank_of_context_parallelism(exchange, monkeypatch) -> ContextParallel:

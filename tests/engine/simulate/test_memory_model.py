@@ -53,6 +53,8 @@ MANY_CHUNKS = ("model.num_layers=8",)  # torch's runtime gathers the weights of 
 FEW_WORDS = "model.vocab_size=1024"
 CAPPED = "model.final_logit_softcapping=30"
 SELECTIVE = "recompute=selective"
+TWO_LEVELS = ("parallel.cp_comm_type=a2a+p2p", "parallel.hierarchical_context_parallel_sizes=[2,2]")
+FLEX = "model.attention_backend=flex"
 MATH = "model.attention_backend=math"
 SINKS = "model.attention_sinks=true"
 OFFLOADED = "optimizer.optimizer_offload_fraction"
@@ -182,7 +184,7 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash", PACKED)),
-    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flex", SINKS)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, FLEX, SINKS)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash_attn", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
@@ -198,7 +200,14 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # FlexAttention
     Case("dp", 1, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, WINDOW, "model.sliding_window_pattern=2")),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, "parallel.cp_comm_type=allgather")),
-    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),  # a ring has none: scores in fp32
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP), precision="fp32"),  # by scores
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, *ALL_KEYS)),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, PACKED, FLEX, "model.ffn_hidden_size=1024")),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, FLEX, "model.ffn_hidden_size=1024"), precision="fp32"),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, FLEX), shape=LATENT),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, "model.ffn_hidden_size=1024", *TWO_LEVELS)),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, "model.ffn_hidden_size=1024", *TWO_LEVELS)),
     Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP), **NO_CALL),  # k and v of every head
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, PACKED), precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, PACKED, SELECTIVE, "recompute.modules=[attention]")),
