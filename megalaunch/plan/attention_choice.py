@@ -182,7 +182,7 @@ def _why_scores(model: ModelSpec) -> str:
     if model.attention_dropout > 0:
         return "fused kernels have other dropout masks"
     if model.attn_logit_softcapping is not None:
-        return "FlexAttention, which has soft caps, does not serve this device, dtype or head size, or dynamic_cp"
+        return "FlexAttention, which has soft caps, does not serve this device, dtype, head size or dynamic cp"
     return f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
 
 

@@ -43,13 +43,15 @@ def implementations(device: str) -> Iterator[Implementation]:
         yield Implementation(
             "attention of windows and packed documents in 16 bits (NVIDIA; no ring)", "torch's varlen_attn"
         )
-        yield Implementation("attention with sinks or a soft cap in 16 bits (no ring)", "torch's flex_attention")
+        flex = "attention in 16 bits with a soft cap, or with sinks (no ring)"
+        yield Implementation(flex, "torch's flex_attention")
     yield Implementation("attention with a window or documents in short samples", f"{_SDPA} with a mask")
     scores = f"{_ATTENTION}.online_softmax, fp32 scores"
     flash = {"cpu": "flash attention", "cuda": f"flash attention in 16 bits; in fp32 {scores}"}
     blocks = "attention by blocks (cp; windows, documents and sinks in long samples)"
     yield Implementation(blocks, flash.get(device, scores))
-    yield Implementation("attention with a soft cap or dropout, or sinks in short samples", scores)
+    capped = "a soft cap in fp32" if device == "cuda" else "a soft cap"
+    yield Implementation(f"attention with {capped} or dropout, or sinks in short samples", scores)
     has_triton = device in TRITON_DEVICES and find_spec("triton") is not None
     form = "_triton" if has_triton else ", in torch"
     yield Implementation("SwiGLU", f"{_KERNELS}.swiglu{form}")

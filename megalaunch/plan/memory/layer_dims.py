@@ -365,9 +365,9 @@ def _block_bytes(
     those that arrive and those that are sent; and the keys and values that arrive (engine/parallel/ring_attention.py).
 
     In addition, those of the largest block: of a rank's queries and keys in a ring, else of its late half and the keys
-    before it. Flash attention sums a block's gradient of queries up in fp32, writes gradients in their dtype, of every
-    query head before it sums those of a group up, and takes heads of one width; FlexAttention takes any. Without them k, v and their gradients are
-    in fp32, of every head, and queries, output, its gradient and theirs of one block of queries.
+    before it. Fused kernels sum a block's gradient of queries up in fp32 and write gradients in their dtype, of every
+    query head before they sum those of a group up; flash attention takes heads of one width. Without them k, v and
+    their gradients are in fp32, of every head, and queries, output, its gradient and theirs of one block of queries.
     """
     width = dtype_bytes(dtypes.compute_dtype)
     if _is_ring(dtypes):
