@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from slow_cases import slow_but
@@ -10,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex_attention
 
 from megalaunch.engine.model.attention import flex_attention
-from megalaunch.engine.model.attention.block_mask import make_block_mask, positions_of
+from megalaunch.engine.model.attention.block_mask import Runs, make_block_mask, positions_of
 from megalaunch.engine.model.attention.core import NO_CP
 from megalaunch.engine.model.attention.flex_attention import FlexMask
 from megalaunch.engine.model.attention.online_softmax import BlockwiseBackward, OnlineSoftmax
@@ -18,12 +20,67 @@ from megalaunch.engine.model.attention.partial_attention import BlockwisePart, F
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 from megalaunch.engine.parallel.context_parallel import head_tail_runs
 
-RANKS, TOKENS, WIDTH = 2, 24, 16
-DOCUMENTS = torch.tensor([[0] * 9 + [1] * 10 + [2] * 5, [0] * 3 + [1] * 21])
+RANKS, WIDTH = 2, 16
 LENGTHS = ((9, 10, 5), (3, 21))
-MASKS = {"causal": (None, None), "window": (None, 5), "documents": (DOCUMENTS, None), "both": (DOCUMENTS, 5)}
 SCORES = {"plain": {}, "sinks": {"sinks": True}, "cap": {"soft_cap": 1.5}, "both": {"sinks": True, "soft_cap": 1.5}}
-OWN = [head_tail_runs(TOKENS, RANKS, rank) for rank in range(RANKS)]
+MASKS = ("causal", "window", "documents", "both")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Two samples of 24 tokens, or so many times that, under a mask, and what is computed from them on a device."""
+
+    mask: str
+    scores: str
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    scale: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return 24 * self.scale
+
+    @property
+    def window(self) -> int | None:
+        return 5 * self.scale if self.mask in ("window", "both") else None
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], ...] | None:
+        """The lengths of the documents of each sample."""
+        of_row = tuple(tuple(self.scale * length for length in row) for row in LENGTHS)
+        return of_row if self.mask in ("documents", "both") else None
+
+    @property
+    def documents(self) -> Tensor | None:
+        if self.lengths is None:
+            return None
+        rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in self.lengths]
+        return torch.stack(rows).to(self.device)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Queries, keys, values and the gradient of the output."""
+        generator = torch.Generator().manual_seed(1)
+        drawn = (torch.randn(2, heads, self.tokens, WIDTH, generator=generator) for heads in (4, 2, 2, 4))
+        return tuple(x.to(self.device, self.dtype) for x in drawn)
+
+    @property
+    def scoring(self) -> ScoreMod:
+        given = SCORES[self.scores]
+        sinks = torch.linspace(-1, 1, 4, device=self.device) if "sinks" in given else None
+        return ScoreMod(0.3, given.get("soft_cap"), sinks)
+
+    @property
+    def runs(self) -> list[Runs]:
+        """The tokens of each rank."""
+        return [head_tail_runs(self.tokens, RANKS, rank) for rank in range(RANKS)]
+
+    def parts(self, kind: str, rank: int) -> list[PartialAttention]:
+        """Return attention of a rank's queries over the keys of each rank."""
+        own = self.runs[rank]
+        if kind == "flex":
+            return [FlexPart(FlexMask(own, keys, self.documents, self.window)) for keys in self.runs]
+        return [BlockwisePart(make_block_mask(own, keys, self.window, self.lengths)) for keys in self.runs]
 
 
 @pytest.fixture(autouse=True)
@@ -32,51 +89,40 @@ def flex_backward_on_cpu(monkeypatch):
     monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)
 
 
-def _parts(kind: str, mask: str, rank: int) -> list[PartialAttention]:
-    """Return attention of a rank's queries over the keys of each rank."""
-    documents, window = MASKS[mask]
-    if kind == "flex":
-        return [FlexPart(FlexMask(OWN[rank], keys, documents, window)) for keys in OWN]
-    lengths = None if documents is None else LENGTHS
-    return [BlockwisePart(make_block_mask(OWN[rank], keys, window, lengths)) for keys in OWN]
-
-
-def _inputs() -> tuple[Tensor, ...]:
-    """Return queries, keys, values and the gradient of the output."""
-    generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(2, heads, TOKENS, WIDTH, generator=generator) for heads in (4, 2, 2, 4))
-
-
-def _by_parts(kind: str, mask: str, scoring: ScoreMod) -> list[Tensor]:
+def _by_parts(kind: str, sample: Sample) -> list[Tensor]:
     """Return the output and gradients that all ranks compute together: their own keys first, as in a ring."""
-    q, k, v, dout = _inputs()
-    out, sums = torch.empty_like(q), [torch.zeros_like(x) for x in (q, k, v)]
-    for rank in range(RANKS):
-        places = [positions_of(tokens, q.device) for tokens in OWN]
-        own, parts = places[rank], _parts(kind, mask, rank)
+    q, k, v, dout = sample.inputs
+    scoring, places = sample.scoring, [positions_of(tokens, q.device) for tokens in sample.runs]
+    out, sums = torch.empty_like(q), [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for rank, own in enumerate(places):
+        parts, turns = sample.parts(kind, rank), [(rank + turn) % RANKS for turn in range(RANKS)]
+        seen = {owner: (q[:, :, own], k[:, :, places[owner]], v[:, :, places[owner]]) for owner in turns}
         merged = OnlineSoftmax.empty(q[:, :, own], WIDTH, scoring.sinks)
-        turns = [(rank + turn) % RANKS for turn in range(RANKS)]
         for owner in turns:
-            parts[owner].add_output(merged, q[:, :, own], k[:, :, places[owner]], v[:, :, places[owner]], scoring)
-        out[:, :, own] = merged.output
-        shared = BlockwiseBackward(merged.output, dout[:, :, own], merged.log_sum)
+            parts[owner].add_output(merged, *seen[owner], scoring)
+        out[:, :, own] = merged.output.to(q.dtype)
+        shared = BlockwiseBackward(out[:, :, own], dout[:, :, own], merged.log_sum)
         for owner in turns:
-            seen = q[:, :, own], k[:, :, places[owner]], v[:, :, places[owner]]
-            found = [torch.zeros_like(x) for x in seen]
-            parts[owner].add_gradients(seen, scoring, shared, *found)
+            found = [torch.zeros_like(x, dtype=torch.float32) for x in seen[owner]]
+            parts[owner].add_gradients(seen[owner], scoring, shared, *found)
             for total, tokens, part in zip(sums, (own, places[owner], places[owner]), found, strict=True):
                 total[:, :, tokens] += part
     return [out, *sums]
 
 
-def _at_once(mask: str, scoring: ScoreMod) -> list[Tensor]:
-    """Return the output and gradients of attention over all keys."""
-    documents, window = MASKS[mask]
-    *leaves, dout = _inputs()
+def _at_once(sample: Sample) -> list[Tensor]:
+    """Return the output and gradients of attention over all keys, in fp32 on a CPU."""
+    whole = replace(sample, device="cpu", dtype=torch.float32)
+    *leaves, dout = (x.cpu().float() for x in sample.inputs)
     leaves = [x.requires_grad_() for x in leaves]
-    (attend,) = NO_CP.make_attention(TOKENS, documents, [window], dout.device)
-    out = attend(*leaves, scoring)
+    (attend,) = NO_CP.make_attention(sample.tokens, whole.documents, [sample.window], dout.device)
+    out = attend(*leaves, whole.scoring)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _differences(kind: str, sample: Sample) -> list[float]:
+    pairs = zip(_by_parts(kind, sample), _at_once(sample), strict=True)
+    return [((found.cpu() - expected).abs().max() / expected.abs().max()).item() for found, expected in pairs]
 
 
 CASES = [(kind, scores, mask) for kind in ("blocks", "flex") for scores in SCORES for mask in MASKS]
@@ -85,10 +131,16 @@ QUICK = [case for case in CASES if "blocks" in case or case in (("flex", "both",
 
 @pytest.mark.parametrize(("kind", "scores", "mask"), slow_but(CASES, *QUICK))
 def test_parts_add_up_to_attention_over_all_keys(kind, scores, mask):
-    given = SCORES[scores]
-    scoring = ScoreMod(0.3, given.get("soft_cap"), torch.linspace(-1, 1, 4) if "sinks" in given else None)
-    for found, expected in zip(_by_parts(kind, mask, scoring), _at_once(mask, scoring), strict=True):
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert max(_differences(kind, Sample(mask, scores))) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mask", MASKS)
+def test_compiled_parts_add_up_on_a_gpu(mask, dtype):
+    torch.compiler.reset()  # other tests compile FlexAttention too, and torch.compile has a limit
+    sample = Sample(mask, "both", "cuda", dtype, scale=32)
+    assert max(_differences("flex", sample)) <= (2e-2 if dtype == torch.bfloat16 else 5e-3)
 
 
 def test_one_graph_serves_the_keys_of_all_ranks_in_both_passes(monkeypatch):
@@ -96,5 +148,5 @@ def test_one_graph_serves_the_keys_of_all_ranks_in_both_passes(monkeypatch):
     compiled = CompileCounterWithBackend("aot_eager")
     operator = torch.compile(torch_flex_attention.flex_attention, backend=compiled, dynamic=False)
     monkeypatch.setattr(flex_attention, "flex_operator", lambda q: operator)
-    _by_parts("flex", "causal", ScoreMod(0.3, 1.5))
+    _by_parts("flex", Sample("causal", "cap"))
     assert compiled.frame_count == 1
