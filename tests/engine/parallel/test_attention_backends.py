@@ -100,7 +100,6 @@ OF_GPUS = {"varlen": TakenBackends("varlen"), "windows": TakenBackends("auto", "
 """What a run on a GPU takes by itself."""
 QUICK = [
     ("flash", "cp2 ring, sinks"),
-    ("flex", "cp2 ring, soft caps"),
     ("math", "cp2 a2a, documents"),
     ("te", "cp2 ring"),
 ]
@@ -112,6 +111,7 @@ SLOW = [
     ("efficient", "cp2 a2a, documents"),
     ("varlen", "zero3, windows, documents"),
     ("flex", "tp2 sp, soft caps"),
+    ("flex", "cp2 ring, soft caps"),
     ("flex", "cp2 ring, soft caps, sinks, documents"),
     ("flex", "cp4 ring, soft caps"),
     ("flex", "cp4 a2a and ring, soft caps, documents"),
