@@ -154,11 +154,7 @@ def exchanges(spec: RunSpec) -> set[str]:
     return {*given} if isinstance(given, tuple) else {given}
 
 
-def has_ring(spec: RunSpec) -> bool:
-    """Return whether keys and values go round a ring of context-parallel ranks in any layer."""
-    return spec.parallel.cp > 1 and not {"p2p", "a2a+p2p"}.isdisjoint(exchanges(spec))
-
-
 def has_library_ring(spec: RunSpec) -> bool:
     """Return whether a ring of context parallelism is Transformer Engine's, not the engine's own."""
-    return spec.model.attention_backend == "te" and has_ring(spec)
+    ring = not {"p2p", "a2a+p2p"}.isdisjoint(exchanges(spec))
+    return spec.model.attention_backend == "te" and spec.parallel.cp > 1 and ring
