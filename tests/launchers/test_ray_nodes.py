@@ -303,6 +303,19 @@ def test_a_task_that_ray_could_not_run_has_the_reason_below_the_traceback(monkey
         _exit_code(None, 3)
 
 
+@pytest.mark.parametrize(("cause", "raised"), [(KeyboardInterrupt("stop"), KeyboardInterrupt), (None, SystemError)])
+def test_a_signal_within_ray_s_c_code_is_the_exception_of_its_handler(monkeypatch, cause, raised):
+    """As CoreWorker.wait, which returned a value with an exception set: Python raises a SystemError for that."""
+
+    def get(ref, timeout):
+        raise SystemError("returned a result with an exception set") from cause
+
+    error = type("RayError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=error)))
+    with pytest.raises(raised):
+        _exit_code(None, 3)
+
+
 def test_nodes_that_are_too_small_or_left_out_do_not_count(tmp_path, monkeypatch):
     nodes = [
         {"NodeID": name, "NodeManagerAddress": f"host {name}", "Alive": alive, "Resources": resources}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from megalaunch.launchers.attached.own_record import own_record, write_attached_record
@@ -51,7 +52,8 @@ class RayTasks:
             start(number, 1)
         try:
             while waiting:
-                (done, *_), _ = ray.wait(list(waiting), num_returns=1)
+                with _exceptions_of_signals():
+                    (done, *_), _ = ray.wait(list(waiting), num_returns=1)
                 number, attempt = waiting.pop(done)
                 code = _exit_code(done, number)
                 if code < 0 and attempt < ATTEMPTS:
@@ -70,12 +72,24 @@ class RayTasks:
         return None
 
 
+@contextmanager
+def _exceptions_of_signals() -> Iterator[None]:
+    """Raise what the handler of a signal has raised within Ray's C code, which may return a value besides."""
+    try:
+        yield
+    except SystemError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
 def _exit_code(done: Any, number: int) -> int:
     """Return the exit code of a task's command. Raises LauncherError if Ray could not run it."""
     import ray
 
     try:
-        return int(ray.get(done, timeout=_ANSWER_SECONDS))
+        with _exceptions_of_signals():
+            return int(ray.get(done, timeout=_ANSWER_SECONDS))
     except ray.exceptions.RayError as error:
         raise LauncherError(
             f"Ray did not run task {number}: {error_reason(error)}",
