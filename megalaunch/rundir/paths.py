@@ -183,6 +183,11 @@ class RunDirectory:
         return self.logs / "slow_nodes"
 
     @property
+    def tasks_stop(self) -> Path:
+        """Ends tasks on other machines while it is there."""
+        return self.logs / "tasks_stop"
+
+    @property
     def command_log(self) -> Path:
         """Output of a command with `--detach` that continues in the background."""
         return self.logs / "command.log"

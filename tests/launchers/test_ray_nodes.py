@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from megalaunch.launchers.ray import cluster as ray_cluster
 from megalaunch.launchers.ray import launcher, missing_nodes
 from megalaunch.launchers.ray.cluster import live_nodes, request_nodes, too_few_nodes
 from megalaunch.launchers.ray.node_actor import NodeActor
+from megalaunch.launchers.ray.run_command import run_command
 from megalaunch.launchers.ray.tasks import _exit_code
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.launcher import LauncherSpec
@@ -314,6 +316,23 @@ def test_a_signal_within_ray_s_c_code_is_the_exception_of_its_handler(monkeypatc
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=error)))
     with pytest.raises(raised):
         _exit_code(None, 3)
+
+
+def test_a_task_ends_its_command_once_it_is_told_to(tmp_path):
+    """Ray's cancellation is not used: it may run a task afterwards, and abort the command when that completes."""
+    python, stop, log = tmp_path / "python", tmp_path / "stop", tmp_path / "log"
+    python.write_text("#!/bin/sh\necho started\nexec sleep 600\n")
+    python.chmod(0o755)
+    codes = []
+    arguments = (str(python), (), str(tmp_path), str(log), str(stop))
+    task = threading.Thread(target=lambda: codes.append(run_command(*arguments)), daemon=True)
+    task.start()
+    wait_until(lambda: log.exists() and log.read_text() == "started\n")
+    stop.touch()
+    task.join(10)
+    assert codes == [-signal.SIGTERM]
+    assert run_command(*arguments) == -signal.SIGTERM  # it does not begin
+    assert log.read_text() == "started\n"
 
 
 def test_nodes_that_are_too_small_or_left_out_do_not_count(tmp_path, monkeypatch):

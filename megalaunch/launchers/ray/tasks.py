@@ -38,15 +38,16 @@ class RayTasks:
         directory = RunDirectory(tasks.directory)
         record = own_record("ray", tasks.name, 1, str(directory.task_log("*")), tasks=len(tasks.numbers))
         write_attached_record(directory, record)
+        directory.tasks_stop.unlink(missing_ok=True)
         started()
         remote = ray.remote(run_command).options(max_retries=ATTEMPTS - 1, **_options(tasks))
-        python, where = tasks.settings.python, str(tasks.working_directory)
+        python, where, stop = tasks.settings.python, str(tasks.working_directory), str(directory.tasks_stop)
         complete = 0
         waiting: dict[Any, tuple[int, int]] = {}
 
         def start(number: int, attempt: int) -> None:
             log = str(directory.task_log(number))
-            waiting[remote.remote(python, tasks.arguments(number), where, log)] = number, attempt
+            waiting[remote.remote(python, tasks.arguments(number), where, log, stop)] = number, attempt
 
         for number in tasks.numbers:
             start(number, 1)
@@ -65,11 +66,24 @@ class RayTasks:
                     complete += 1
                     note(f"task {number} is complete ({complete} of {len(tasks.numbers)})")
         finally:
-            for task in waiting:
-                ray.cancel(task, force=True)
             if waiting:
-                ray.wait(list(waiting), num_returns=len(waiting), timeout=_CANCEL_SECONDS)
+                directory.tasks_stop.touch()
+                _end(list(waiting))
         return None
+
+
+def _end(tasks: list[Any]) -> None:
+    """Wait for tasks that were told to end, and cancel those that do not.
+
+    Ray may start a task that it has cancelled, and aborts this process when such a one completes.
+    """
+    import ray
+
+    _, left = ray.wait(tasks, num_returns=len(tasks), timeout=_CANCEL_SECONDS)
+    for task in left:
+        ray.cancel(task, force=True)
+    if left:
+        ray.wait(left, num_returns=len(left), timeout=_CANCEL_SECONDS)
 
 
 @contextmanager
