@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: commands and ranks that are forked hang in an OpenMP pool
 
 pytest_plugins = ["failures", "forked_ranks", "huge_pages", "proofs", "skipped", "txda_device", "warm_process"]
 

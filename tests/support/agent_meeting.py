@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,20 @@ def ended_loops(monkeypatch):
 
     monkeypatch.setattr(EventLoop, "__init__", record)
     yield
-    for loop in loops:  # not waited for: a test may have put its loop to sleep
+    for loop in loops:
         asyncio.run_coroutine_threadsafe(end(), loop)
+    for loop in loops:
+        _close(loop)
+    gc.collect()  # transports, which are in cycles, close their sockets
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """Close the files of a loop that has ended; one that a test has put to sleep keeps them."""
+    deadline = time.monotonic() + 1
+    while loop.is_running() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if not loop.is_running():
+        loop.close()
 
 
 class Meeting:
