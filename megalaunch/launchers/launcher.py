@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 from megalaunch.launchers.record import JobRecord
 from megalaunch.schema.launcher import LauncherSpec
 
-Phase = Literal["pending", "running", "ended", "unknown"]
-"""`unknown`: the scheduler has forgotten the job, or cannot be asked: only the files of the run tell how it ended."""
+Phase = Literal["pending", "running", "ended", "forgotten", "unknown"]
+"""`forgotten`: the scheduler has no record of the job any more: only the files of the run tell how it ended.
+`unknown`: the scheduler cannot be asked, and the job may run; no launcher returns it."""
 
 
 class LauncherError(Exception):

@@ -119,7 +119,7 @@ def _follow(view: JobView, launcher: Launcher, record: JobRecord, stop: StopSign
                 display.say(line)
         view.state.refresh()
         display.update(view.state)
-        if status.phase in ("ended", "unknown"):
+        if status.phase in ("ended", "forgotten"):
             return status
         if view.outcome() is not None:
             questions.next = min(questions.next, now + _SOON_SECONDS)

@@ -21,8 +21,6 @@ from megalaunch.rundir.outcome import EXIT_MEANINGS, NOT_RESTARTED, ExitCode, Ou
 from megalaunch.rundir.paths import RunDirectory
 
 _NOT_RUNS = ("checkpoints", "logs", "plots", "profiles", "origin")
-_NOT_TOLD = "unknown"
-"""State of a job whose launcher could not be asked: it may run."""
 _SILENT_SECONDS = 5.0  # longer than an answer takes, also of a client that cannot connect
 
 
@@ -72,7 +70,7 @@ class _Inquiry:
             status, outcome = JobStatus("ended", "not running"), read_outcome(directory.outcome)
         else:
             status, outcome = self._ask(record), read_outcome(directory.outcome, record.submitted)
-        is_gone = status.phase == "ended" or (status.phase == "unknown" and status.state != _NOT_TOLD)
+        is_gone = status.phase in ("ended", "forgotten")
         if is_gone and run_is_locked(directory) and (holder := read_holder(directory.lock)) is not None:
             return RunJob(directory, None, holder, JobStatus("running", holder.describe()), None)
         if record is not None and outcome is not None:
@@ -87,7 +85,7 @@ class _Inquiry:
         try:
             status = select_launcher(record.launcher).status(record)
         except LauncherError as error:
-            status = JobStatus("unknown", _NOT_TOLD, str(error))
+            status = JobStatus("unknown", "unknown", str(error))
             if time.monotonic() - asked > _SILENT_SECONDS:
                 self._silent[cluster] = status
         return status
@@ -99,12 +97,12 @@ def _with_outcome(record: JobRecord, status: JobStatus, outcome: Outcome) -> Job
     Args:
         outcome: the job has written it.
     """
-    is_told = status.phase != "unknown" and not (status.phase == "ended" and select_launcher(record.launcher).attached)
-    if is_told:
+    ends_untold = status.phase == "ended" and select_launcher(record.launcher).attached
+    if status.phase not in ("forgotten", "unknown") and not ends_untold:
         return status
     code = outcome.exit_code
     told = f"exit code {code} by {RunDirectory(Path()).outcome.name}"
-    if status.state == _NOT_TOLD and (code not in NOT_RESTARTED or code == ExitCode.PREEMPTED):
+    if status.phase == "unknown" and (code not in NOT_RESTARTED or code == ExitCode.PREEMPTED):
         return replace(status, reason=f"{status.reason}; its last attempt: {told}")  # it may have started again
     title = EXIT_MEANINGS[ExitCode(code)].title if code in list(ExitCode) else "ended"
     return JobStatus("ended", title, f"{told}; {status.reason or status.state}", status.nodes, exit_code=code)
@@ -116,8 +114,7 @@ def stop_job(job: RunJob, at_once: bool) -> str:
     Raises:
         LauncherError: it cannot be stopped from here.
     """
-    may_run = job.status.phase in ("pending", "running") or job.status.state == _NOT_TOLD
-    if job.record is not None and may_run:
+    if job.record is not None and job.status.phase in ("pending", "running", "unknown"):
         return select_launcher(job.record.launcher).stop(job.record, at_once)
     if job.holder is not None:
         return _stop_process(job.holder, at_once)

@@ -228,7 +228,7 @@ def _follow(record: JobRecord, progress: TaskProgress) -> JobStatus:
         if (found := progress.complete()) > complete:
             complete = found
             typer.echo(f"{_counted(complete, progress)} complete")
-        if status is not None and status.phase in ("ended", "unknown"):
+        if status is not None and status.phase in ("ended", "forgotten"):
             return status
         if progress.finished():
             asked = min(asked, now + 2 * _POLL_SECONDS)

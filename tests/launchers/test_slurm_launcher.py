@@ -73,8 +73,8 @@ def test_states(slurm, fields, status):
     [
         ("CANCELLED by 1000|n[1-2]\n", JobStatus("ended", "CANCELLED by 1000", "", "n[1-2]")),
         ("PENDING|None assigned\n", JobStatus("pending", "PENDING")),
-        ("", JobStatus("unknown", "not known to Slurm any more")),
-        (None, JobStatus("unknown", "not known to Slurm any more")),
+        ("", JobStatus("forgotten", "not known to Slurm any more")),
+        (None, JobStatus("forgotten", "not known to Slurm any more")),
     ],
 )
 def test_a_job_that_the_controller_has_forgotten(slurm, answer, status):

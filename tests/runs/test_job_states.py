@@ -54,8 +54,8 @@ def submitted(directory: RunDirectory, before: float = 60.0, number: int = 7, op
     write_record(directory.job, record)
 
 
-GONE = JobStatus("unknown", "not known to Slurm any more")
-DELETED = JobStatus("unknown", "DELETED", "not known to Kubernetes any more")
+GONE = JobStatus("forgotten", "not known to Slurm any more")
+DELETED = JobStatus("forgotten", "DELETED", "not known to Kubernetes any more")
 DOWN = "scontrol did not answer in 60 s"
 
 

@@ -56,7 +56,7 @@ class KubernetesLauncher:
         try:
             found = read_json(record.options, "get", str(record.id))
         except NotFoundError:
-            return JobStatus("unknown", "DELETED", "not known to Kubernetes any more")
+            return JobStatus("forgotten", "DELETED", "not known to Kubernetes any more")
         return job_state(found, pods_of(record), record.tasks)
 
     def stop(self, record: JobRecord, at_once: bool) -> str:

@@ -87,7 +87,7 @@ def job_status(number: int) -> JobStatus:
     try:
         return _accounted_job(slurm_command(*_SACCT, f"--jobs={number}"))
     except LauncherError:  # a cluster without accounting
-        return JobStatus("unknown", "not known to Slurm any more")
+        return JobStatus("forgotten", "not known to Slurm any more")
 
 
 def shown_jobs(number: int) -> list[JobStatus]:
@@ -130,7 +130,7 @@ def _accounted_job(text: str) -> JobStatus:
     state, _, nodes = text.strip().partition("|")
     word = state.partition(" ")[0]
     if not word:
-        return JobStatus("unknown", "not known to Slurm any more")
+        return JobStatus("forgotten", "not known to Slurm any more")
     return JobStatus(_phase(word), state, nodes="" if nodes == "None assigned" else nodes)
 
 
