@@ -103,7 +103,8 @@ def submit_run(planned: PreparedRun, detach: bool, stop: StopSignals) -> ExitCod
         fail(error.text())
     except OSError as error:
         fail(f"{display_path(directory.root)} cannot be written ({error.strerror})\nfix:  name another run.directory")
-    nodes = f"{record.nodes} node{'s' if record.nodes > 1 else ''}"
+    spare = planned.spec.launcher.slurm.spare_nodes if record.launcher == "slurm" else 0
+    nodes = f"{record.nodes} node{'s' if record.nodes > 1 else ''}" + (f" and {spare} spare" if spare else "")
     typer.echo(f"submitted job {record.id} to {record.launcher}: {nodes}, output in {display_path(record.output)}")
     if detach:
         typer.echo(f"next: megalaunch watch {shlex.quote(display_path(directory.root))}, status, logs or stop")

@@ -172,6 +172,13 @@ def test_a_job_is_submitted_shown_and_stopped(slurm, tmp_path):
     assert "is not running: CANCELLED" in refused.stderr
 
 
+def test_the_spare_nodes_of_a_job_are_told(slurm, tmp_path):
+    slurm.job("PENDING")
+    done = train(tmp_path, "launcher.slurm.spare_nodes=1", "--detach")
+    assert "submitted job 12 to slurm: 2 nodes and 1 spare, output in run/logs/slurm-12.out" in done.stdout
+    assert "#SBATCH --nodes=3\n" in RunDirectory(tmp_path / "run").batch_script.read_text()
+
+
 def test_the_end_of_a_job_that_slurm_has_forgotten_is_that_of_its_run(slurm, tmp_path):
     run = RunDirectory(tmp_path / "run")
     slurm.job("PENDING")
