@@ -141,8 +141,7 @@ def columns_times_rows(dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor
     if (form := kernel_forms().grouped_matmul) is not None:
         return form(dy_RF.T, x_RH, offsets_E)
     if not _is_aligned(x_RH.dtype, dy_RF.shape[1], x_RH.shape[1]) or x_RH.shape[0] == 0:
-        pieces = zip(_split(dy_RF, offsets_E), _split(x_RH, offsets_E), strict=True)
-        return torch.stack([dy.T @ x for dy, x in pieces])
+        return torch.stack([dy_RF[rows].T @ x_RH[rows] for rows in _rows_of_experts(offsets_E)])
     if use_fp32_matmul(x_RH):
         return F.grouped_mm(dy_RF.float().T, x_RH.float(), offs=offsets_E).to(x_RH.dtype)
     return F.grouped_mm(dy_RF.T, x_RH, offs=offsets_E)
@@ -150,15 +149,16 @@ def columns_times_rows(dy_RF: Tensor, x_RH: Tensor, offsets_E: Tensor) -> Tensor
 
 def _loop(x_RK: Tensor, matrices_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply the rows of one expert after the other; rows past the last offset are zeros."""
-    pieces = [x @ matrix for x, matrix in zip(_split(x_RK, offsets_E), matrices_EKN.unbind(), strict=True)]
+    experts = zip(_rows_of_experts(offsets_E), matrices_EKN.unbind(), strict=True)
+    pieces = [x_RK[rows] @ matrix for rows, matrix in experts]
     left = x_RK.shape[0] - sum(piece.shape[0] for piece in pieces)
     return torch.cat([*pieces, x_RK.new_zeros(left, matrices_EKN.shape[2])])
 
 
-def _split(x_RH: Tensor, offsets_E: Tensor) -> tuple[Tensor, ...]:
+def _rows_of_experts(offsets_E: Tensor) -> list[slice]:
     """Return the rows of each expert; on a GPU the host waits for the offsets."""
     ends = offsets_E.tolist()
-    return tuple(x_RH[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _is_aligned(dtype: torch.dtype, *widths: int) -> bool:
