@@ -54,11 +54,24 @@ def _on_ranks(spec: RunSpec, dense_mask_tokens: int) -> list[tuple[Counter[tuple
     return run_ranks(world, _steady_step, spec, dense_mask_tokens, timeout=100, device=device)
 
 
-MOE: dict[str, Any] = {"model__vocab_size": 64, "model__moe": {"num_experts": 4, "top_k": 2}}
+MOE: dict[str, Any] = {
+    "model__vocab_size": 64,
+    "model__moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32},
+    "precision__compute_dtype": "bf16",
+}
 PACKED: dict[str, Any] = {"data__reset_attention_mask": True, "data__reset_position_ids": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "moe ep2": {**MOE, "parallel__dp": 2, "parallel__ep": 2},
+    "moe": {**MOE, "model__moe": {**MOE["model__moe"], "choice": "sinkhorn", "shared_ffn_hidden_size": 16}},
+    "moe capacity": {**MOE, "model__moe": {**MOE["model__moe"], "capacity_factor": 1.0}},
+    "moe etp2": {**MOE, "parallel__dp": 2, "parallel__etp": 2},
+    "moe etp2 allgather": {
+        **MOE,
+        "parallel__dp": 2,
+        "parallel__etp": 2,
+        "parallel__moe_token_dispatcher_type": "allgather",
+    },
     "dropout longrope fp16": {
         **MOE,
         "model__moe": {**MOE["model__moe"], "input_jitter": 0.1, "balance_loss_coeff": 0.01},
@@ -93,20 +106,29 @@ READS = Counter(
         ("to host", "rank_sync.py:reduce_step_stats"): 1,  # after the backward pass: loss, norm, stop signal, loads
     }
 )
-ROW_COUNTS = ("to host", "expert_parallel.py:read_row_counts")
+MICROBATCHES, LAYERS = 2, 3
+LAYER_READS = {  # of one layer in one microbatch
+    "moe ep2": {("to host", "expert_parallel.py:read_row_counts"): 1},  # of a dropless all-to-all
+    "dropout longrope fp16": {  # three projections: once in the forward pass, twice in the backward pass
+        ("group by group", "grouped_linear.py:rows_times_matrices"): 6,
+        ("group by group", "grouped_linear.py:columns_times_rows"): 3,
+    },
+}
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(LAYOUTS, every=LAYOUTS.keys() - {"one", "packed dynamic cp2", "long packed pp2"})
+    "name",
+    slow_but(LAYOUTS, "moe", every=LAYOUTS.keys() - {"one", "packed dynamic cp2", "long packed pp2", "moe capacity"}),
 )
 def test_the_host_waits_only_to_read_the_step_s_statistics(name, in_fresh_process):
-    """A dropless all-to-all reads its row counts too: once per layer and microbatch.
+    """A rank that holds all experts, or a shard of each, reads no row counts where torch multiplies all groups at once.
 
     Cycles free their tensors only when the collector runs: without any, it need not run every step.
     """
     dense_mask_tokens = SEQUENCE // 2 if name.startswith("long ") else core.DENSE_MASK_TOKENS
     ranks = in_fresh_process(_on_ranks, small_spec(platform__chip="txda", **LAYOUTS[name]), dense_mask_tokens)
-    expected = READS + Counter({ROW_COUNTS: 3 * 2} if name == "moe ep2" else {})
+    more = {read: count * LAYERS * MICROBATCHES for read, count in LAYER_READS.get(name, {}).items()}
+    expected = READS + Counter(more)
     assert [waits for waits, _ in ranks] == [expected] * len(ranks)
     assert [garbage for _, garbage in ranks] == [0] * len(ranks)
 

@@ -153,7 +153,9 @@ RANDOM = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("values", [{}, RANDOM, PACKED], ids=["llama", "dropout and longrope", "packed"])
+@pytest.mark.parametrize(
+    "values", [{}, RANDOM, PACKED, MOE], ids=["llama", "dropout and longrope", "packed", "experts"]
+)
 def test_a_steady_step_waits_for_the_gpu_only_to_read_its_statistics(values, monkeypatch):
     """What tests/devices/test_host_syncs.py finds on a simulated device, by torch's own check on a GPU."""
 

@@ -78,6 +78,13 @@ class ExpertBlocks:
         """The first expert of this rank."""
         return self.axis.rank // self.etp * self.num_local
 
+    def has_all_rows(self, routing: Routing) -> bool:
+        """Return whether each rank computes the rows of all tokens: their number then does not depend on the routing.
+
+        All ranks have equally many tokens, whatever they compute.
+        """
+        return self.ep == 1 and not routing.drops
+
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
@@ -93,19 +100,24 @@ class AllToAllDispatcher:
     def dispatch(self, x_TH: Tensor, routing: Routing) -> Exchange[Dispatched]:
         """Exchange row counts, then rows; sort the received ones, which come in the order of ranks, by expert.
 
-        Padded rows are as many on every rank, so that there are no counts to exchange or to read on the host.
+        Padded rows are as many on every rank, so that there are no counts to exchange or to read on the host. Ranks
+        that all hold all experts exchange the counts, but need them on the device only.
         """
-        blocks = self.blocks
+        blocks, pairs = self.blocks, routing.expert_ids_Tk.numel()
+        counts: list[int] | None = None
         rows = SortedRows.of(routing, blocks.num_experts)
         sent_NL = rows.counts_E.view(blocks.ep, -1).repeat_interleave(blocks.etp, dim=0)
         if routing.padded_rows is not None:
             received_NL = sent_NL
             sent = received = [routing.padded_rows * blocks.num_local] * blocks.axis.size
             counts = [routing.padded_rows * blocks.axis.size] * blocks.num_local
+        elif blocks.has_all_rows(routing):
+            received_NL = all_to_all_async(sent_NL, blocks.axis).wait()
+            sent = received = [pairs] * blocks.etp
         else:
             received_NL = all_to_all_async(sent_NL, blocks.axis).wait()
             totals = sent_NL.sum(1), received_NL.sum(1), received_NL.sum(0)
-            sent, received, counts = self.row_counts(totals, routing.expert_ids_Tk.numel() * blocks.etp)
+            sent, received, counts = self.row_counts(totals, pairs * blocks.etp)
             rows = rows.keep(sum(sent[:: blocks.etp])) if routing.drops else rows
         rows_RH = rows.collect(x_TH)
         if blocks.etp > 1:
@@ -157,8 +169,11 @@ class AllGatherDispatcher:
             ids_Ak = ids.wait() - blocks.first
             is_local = (ids_Ak >= 0) & (ids_Ak < blocks.num_local)
             permutation, counts_L = sort_by_expert(ids_Ak.where(is_local, blocks.num_local), blocks.num_local)
-            (counts,) = self.row_counts((counts_L,), ids_Ak.numel() // blocks.ep)
-            rows = sum(counts)
+            counts: list[int] | None = None
+            rows = ids_Ak.numel()
+            if not blocks.has_all_rows(routing):
+                (counts,) = self.row_counts((counts_L,), rows // blocks.ep)
+                rows = sum(counts)
             permutation = keep_rows(permutation, rows)
             offsets_L = counts_L.cumsum(0).to(torch.int32)
             rows_RH = permute(x.finish(), permutation)[:rows]

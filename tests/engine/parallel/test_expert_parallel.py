@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +16,12 @@ from slow_cases import slow_but
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
 from megalaunch.engine.model.moe.routing import Routing
-from megalaunch.engine.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher, ExpertBlocks
+from megalaunch.engine.parallel.expert_parallel import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    ExpertBlocks,
+    read_row_counts,
+)
 from megalaunch.plan.topology import Topology
 
 EXPERTS, K, TOKENS, HIDDEN, WIDTH = 8, 2, 6, 12, 8
@@ -129,6 +134,33 @@ def test_tokens_reach_their_experts_and_return(ep, etp):
                         assert difference <= tolerance * max(1.0, reference.abs().max()), (dispatcher, route.__name__)
 
     run_ranks(ep * etp, compare)
+
+
+@pytest.mark.parametrize("made", [AllToAllDispatcher, AllGatherDispatcher])
+def test_ranks_with_all_experts_know_the_number_of_rows(made):
+    """The host reads no counts, and the numbers are to the bit those of rows that it has counted."""
+
+    def compare() -> None:
+        blocks, read = blocks_of(1, 2), []
+        mine = slice(blocks.axis.rank * TOKENS, (blocks.axis.rank + 1) * TOKENS)
+
+        def note(counts: Sequence[torch.Tensor], total: int) -> list[list[int]]:
+            read.append(total)
+            return read_row_counts(counts, total)
+
+        for route in ROUTES:
+            tokens = tokens_of(route, 2 * TOKENS, torch.float32)
+            found = through(made(blocks, note), tokens, mine, strided=False)
+            assert not read
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ExpertBlocks, "has_all_rows", lambda blocks, routing: False)
+                expected = through(made(blocks, note), tokens, mine, strided=False)
+            assert read
+            read.clear()
+            for mine_found, counted in zip(found, expected, strict=True):
+                assert torch.equal(mine_found, counted)
+
+    run_ranks(2, compare)
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])

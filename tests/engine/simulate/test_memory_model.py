@@ -369,6 +369,8 @@ CASES += [
     _with_experts("ep4", *CAPACITY, "model.moe.pad_to_capacity=true"),
     _with_experts("ep2tp2", f"{IMBALANCE}=1.5"),
     _with_experts("ep2etp2", f"{IMBALANCE}=1.5"),
+    _with_experts("etp2", f"{IMBALANCE}=1.5"),
+    _with_experts("etp2", f"{IMBALANCE}=1.5", "parallel.moe_token_dispatcher_type=allgather"),
     _with_experts("ep4", f"{IMBALANCE}=2", precision="fp8_blockwise"),
     _with_experts("ep4", precision="fp8_rowwise"),
     _with_experts("ep4", precision="mxfp8", platform="b200"),
