@@ -1,7 +1,7 @@
 """Fill a folder with the packages that a GPU machine without network may lack, for `scripts/bench gpu`.
 
 Run it as `scripts/bench gpu_wheels [--out DIR]` on a machine with a network, and copy DIR with the checkout. It holds
-unpacked wheels of pure Python (5 MB), at the versions of constraints.txt, so that any Python from 3.11 on imports them
+unpacked wheels of pure Python (12 MB), at the versions of constraints.txt, so that any Python from 3.11 on imports them
 from PYTHONPATH; torch, triton, transformers, numpy and what else is compiled belong to the machine.
 """
 
@@ -16,8 +16,12 @@ from pathlib import Path
 
 from gpu_parts.setting import ROOT, WHEELS
 
-PACKAGES = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "typer", "click", "liger-kernel==0.8.5")
-"""What is carried: what is rarely installed, and what of another version would change the command line.
+PACKAGES = (
+    *("hydra-core", "omegaconf", "antlr4-python3-runtime", "typer", "click", "liger-kernel==0.8.5"),
+    *("pytest", "pytest-xdist", "execnet", "pluggy", "iniconfig", "pygments"),
+)
+"""What is carried: what is rarely installed, what of another version would change the command line, and what runs the
+tests in several processes.
 
 Liger is no dependency of megalaunch, so that constraints.txt has no version of it.
 """
