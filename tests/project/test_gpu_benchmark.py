@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -16,13 +20,24 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "benchmarks"))
 
 import gpu  # noqa: E402
-from gpu_parts import kernel, kernels, workloads  # noqa: E402
-from gpu_parts.parts import PARTS, Part, share_of  # noqa: E402
-from gpu_parts.report import report  # noqa: E402
-from gpu_parts.setting import Setting  # noqa: E402
+from gpu_parts import kernel, kernels, parts, worker, workloads  # noqa: E402
+from gpu_parts.float8_kernels import require_card  # noqa: E402
+from gpu_parts.parts import (  # noqa: E402
+    EXTRA,
+    PARTS,
+    STEP_SECONDS,
+    Cost,
+    Part,
+    plan_ahead,
+    planned_seconds,
+    share_of,
+    with_profiles,
+)
+from gpu_parts.setting import Setting, Unsupported  # noqa: E402
 from gpu_parts.worker import NEXT_PROCESS  # noqa: E402
 
 from megalaunch.config.compose import compose  # noqa: E402
+from megalaunch.kernels.float8_cast import Float8Matrix  # noqa: E402
 from megalaunch.kernels.geglu import geglu_reference  # noqa: E402
 from megalaunch.kernels.layer_norm import layer_norm_reference  # noqa: E402
 from megalaunch.kernels.rms_norm import rms_norm_reference  # noqa: E402
@@ -30,6 +45,7 @@ from megalaunch.kernels.swiglu import swiglu_reference  # noqa: E402
 from megalaunch.plan.check import check  # noqa: E402
 from megalaunch.plan.cost import step_time  # noqa: E402
 from megalaunch.plan.memory import predict_memory  # noqa: E402
+from megalaunch.schema.precision import Float8Recipe  # noqa: E402
 
 SMALL = Setting("cpu", small=True, compile=False)
 CHOSEN = ("kernels: SwiGLU", "training: 8B shape, 4 layers, 2048, bf16")
@@ -39,7 +55,7 @@ CHOSEN = ("kernels: SwiGLU", "training: 8B shape, 4 layers, 2048, bf16")
 def measured(tmp_path_factory):
     """The folder of a run of two cases."""
     folder = tmp_path_factory.mktemp("bench")
-    arguments = ["--out", str(folder), "--device", "cpu", "--small", "--only", *CHOSEN]
+    arguments = ["--out", str(folder), "--device", "cpu", "--small", "--profile", "--only", *CHOSEN]
     assert gpu.main(arguments) == 0, (folder / "log.txt").read_text()
     return folder
 
@@ -64,8 +80,9 @@ def test_the_parts_hold_every_kernel_ceiling_and_workload():
     from gpu_parts.workloads import WORKLOADS
 
     cases = {}
-    for part in PARTS:
-        cases.setdefault(part.kind, []).extend(part.cases)
+    for name in (name for part in PARTS for name in part.cases):
+        kind, _, case = name.partition(": ")
+        cases.setdefault(kind, []).append(case)
     assert cases["ceilings"] == list(ceilings(SMALL))
     assert cases["kernels"] == list(kernels.KERNELS)
     assert sorted(cases["training"]) == sorted(WORKLOADS)
@@ -76,32 +93,55 @@ def test_the_parts_hold_every_kernel_ceiling_and_workload():
 QUICK_WORKLOADS = ("8B shape, 8 layers, 8192, fp8", "GPT-2 124M, 2048, bf16, graphs")
 
 
-@pytest.mark.parametrize("name", slow_but(workloads.WORKLOADS, *QUICK_WORKLOADS))
-def test_every_workload_is_a_run_that_an_h100_has_room_for(name, monkeypatch):
+QWEN3 = "Qwen3-30B-A3B shape, 2 layers, 8192, bf16"
+
+
+def on_h100(name, monkeypatch):
+    """A workload whose spec is that of an H100."""
+
     def compose_for_h100(words):
         return compose(["platform=h100" if word == "platform=auto" else word for word in words])
 
     monkeypatch.setattr(workloads, "compose", compose_for_h100)
-    spec = workloads.WORKLOADS[name].spec(Setting("cuda", small=False, compile=True))
+    return workloads.WORKLOADS[name]
+
+
+@pytest.mark.parametrize("name", slow_but(workloads.WORKLOADS, *QUICK_WORKLOADS))
+def test_every_workload_is_a_run_that_an_h100_has_room_for(name, monkeypatch):
+    spec = on_h100(name, monkeypatch).spec(Setting("cuda", small=False, compile=True))
     assert spec.platform.chip == "h100"
     assert not [found for found in check(spec) if found.severity == "error"]
     assert predict_memory(spec).total < 70e9
-    assert step_time(spec).total < 2  # warming up, timing and profiling take nine steps
+    model, case = next((model, name.removeprefix(f"{model}, ")) for model in STEP_SECONDS if name.startswith(model))
+    assert 0.8 < step_time(spec).total / STEP_SECONDS[model][case] < 1.05
 
 
-STEPS = [part for part in PARTS if part.kind in ("training", "transformers")]
-QUICK_MODELS = ("GPT-2 124M", "Qwen3-30B-A3B shape, 2 layers")
+@pytest.mark.parametrize("name", slow_but(["8B shape, 4 layers, 8192, fp8", QWEN3], "8B shape, 4 layers, 8192, fp8"))
+def test_a_layer_is_compiled_ahead_in_a_small_model(name, monkeypatch):
+    whole, small = (
+        workload.spec(Setting("cuda", small=False, compile=True))
+        for workload in (on_h100(name, monkeypatch), on_h100(name, monkeypatch).of_one_layer())
+    )
+    differ = {"num_layers": 1, "vocab_size": 512}
+    assert small.model == replace(whole.model, **differ)
+    assert small.batch == replace(whole.batch, global_batch_size=whole.batch.micro_batch_size)
+    assert (small.precision, small.train.compile) == (whole.precision, True)
+    assert predict_memory(small).total < 0.2 * 80e9  # what each of four processes may take
+
+
+STEPS = [part for part in PARTS if part.group not in ("checks", "kernels")]
+QUICK_STEPS = ("training: GPT-2 124M, 2048, bf16", "transformers: Qwen3-30B-A3B shape, 2 layers, 8192, bf16")
 
 
 @pytest.mark.parametrize(
     "part",
-    slow_but(STEPS, slow=[part for part in STEPS if part.group in QUICK_MODELS]),
-    ids=lambda part: f"{part.kind} {part.group}",
+    slow_but(STEPS, slow=[part for part in STEPS if set(QUICK_STEPS) & set(part.cases)]),
+    ids=lambda part: next(iter(part.cases)),
 )
 def test_every_step_runs(part, tmp_path):
     rows = gpu.measure([part], SMALL, tmp_path, 1500.0).rows
     assert not [row for row in rows if row.keys() & {"failed", "left_out"}], (tmp_path / "log.txt").read_text()
-    assert [row["case"] for row in rows] == list(part.cases)
+    assert [f"{row['kind']}: {row['case']}" for row in rows] == list(part.cases)
     assert all(3 < loss < 8 for row in rows for loss in row["losses"])
 
 
@@ -145,6 +185,14 @@ def test_all_forms_of_a_kernel_agree(name, as_on_a_card):
     assert all(0 <= form["error"] < rounding for form in forms.values()), forms
 
 
+def test_delayed_scales_are_known_when_a_linear_layer_is_timed(monkeypatch):
+    casts = []
+    cast = Float8Matrix.quantize_with_amax
+    monkeypatch.setattr(Float8Matrix, "quantize_with_amax", lambda *inputs: casts.append(inputs) or cast(*inputs))
+    kernels.measure("fp8 linear, delayed", replace(SMALL, ahead=True))
+    assert casts  # of the first step, whose scales follow from its own amaxes, there is none
+
+
 def test_a_form_that_writes_into_its_inputs_costs_no_other_form(monkeypatch):
     x = torch.ones(4, requires_grad=True)
 
@@ -168,10 +216,43 @@ def test_a_form_that_writes_into_its_inputs_costs_no_other_form(monkeypatch):
 def test_ceilings_are_rates():
     from gpu_parts.ceilings import ceilings
 
-    found = {name: measure() for name, measure in ceilings(SMALL).items()}
+    found = {name: measure() for name, measure in ceilings(SMALL).items() if "fp8" not in name}
     assert found["memory copy"]["gigabytes_per_second"] > 0
     assert found["bf16 matmul"]["tflops"] > 0
-    assert "need a GPU" in found["fp8 matmul, scale of each row"]["left_out"]
+
+
+def rows_of_worker(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_case_that_the_device_cannot_run_says_so(tmp_path):
+    assert worker.main(SMALL, tmp_path / "rows", ["ceilings: fp8 matmul, scale of each row"]) == 0
+    (row,) = rows_of_worker(tmp_path / "rows")
+    assert row["unsupported"] == "fp8 matmuls need a GPU"
+    assert not row.keys() & {"failed", "left_out"}
+
+
+def test_checks_run_at_once(tmp_path, monkeypatch):
+    meet = threading.Barrier(2, timeout=30)
+    monkeypatch.setattr(worker, "_measure", lambda kind, case, setting: {"number": meet.wait()})
+    worker.main(SMALL, tmp_path / "rows", ["checks: a", "checks: b"])
+    assert [(row["case"], "failed" in row) for row in rows_of_worker(tmp_path / "rows")] == [("a", False), ("b", False)]
+
+
+def test_what_is_compiled_ahead_is_not_timed(monkeypatch):
+    monkeypatch.setattr(kernels, "median_seconds", lambda call, device: pytest.fail("timed"))
+    assert not kernels.measure("SwiGLU", replace(SMALL, ahead=True))["forms"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "major", "has"),
+    [("mxfp8", 9, False), ("mxfp8", 10, True), ("blockwise", 9, True), ("blockwise", 10, False), ("delayed", 9, True)],
+)
+def test_fp8_recipes_are_measured_where_the_card_has_them(recipe, major, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    expected = nullcontext() if has else pytest.raises(Unsupported, match=f"{recipe} matmuls need")
+    with expected:
+        require_card(recipe, Setting("cuda", small=False, compile=True))
 
 
 @pytest.fixture
@@ -180,21 +261,25 @@ def known_machine(monkeypatch):
     monkeypatch.setattr(gpu, "_machine", lambda setting: ("a machine", ""))
 
 
-def part(kind, *cases, seconds=60):
-    return Part(kind, dict.fromkeys(cases, seconds), "group")
+def part(kind, *cases, seconds=60, process="one"):
+    return Part({f"{kind}: {case}": Cost(seconds) for case in cases}, "group", process)
 
 
 @pytest.mark.usefixtures("known_machine")
 def test_a_part_without_time_is_left_out_and_said(tmp_path):
     results = gpu.measure([part("kernels", "RMSNorm", "rope")], SMALL, tmp_path, 0.0)
-    assert [row["left_out"] for row in results.rows] == ["takes about 72 s, and 0 s are left"] * 2
-    assert "left out: kernels: rope: takes about 72 s" in (tmp_path / "report.md").read_text()
+    why = "RMSNorm takes about 72 s, and 0 s are left"
+    assert [row["left_out"] for row in results.rows] == [why] * 2
+    table = (tmp_path / "report.md").read_text()
+    assert f"left out ({why}): kernels: RMSNorm; kernels: rope" in table
+    assert "scripts/bench gpu --out DIR2 --only 'kernels: RMSNorm' 'kernels: rope'" in table
 
 
 WORKER = """
 import json, subprocess, sys, time
-kind, setting, out, *cases = sys.argv[1:]
-for number, case in enumerate(cases):
+out, *cases = sys.argv[1:]
+for number, name in enumerate(cases):
+    kind, _, case = name.partition(": ")
     if case == "dies":
         sys.exit(7)
     if case == "hangs":
@@ -213,25 +298,25 @@ def rows_of(tmp_path, monkeypatch, known_machine):
     program = tmp_path / "program.py"
     program.write_text(WORKER.format(next_process=NEXT_PROCESS, child=str(tmp_path / "child")))
 
-    def start(kind, setting, out, cases, log):
-        command = [sys.executable, "-S", str(program), kind, "", str(out), *cases]
+    def start(setting, out, names, log):
+        command = [sys.executable, "-S", str(program), str(out), *names]
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     monkeypatch.setattr(gpu, "_start", start)
-    monkeypatch.setattr(gpu, "START_SECONDS", 0)
+    monkeypatch.setattr(parts, "START_SECONDS", 0)
     monkeypatch.setattr(gpu, "_SPARE_SECONDS", 1.0)
     return lambda *cases: gpu.measure([part("x", *cases, seconds=0)], SMALL, tmp_path, 30.0).rows
 
 
 def test_the_cases_of_a_part_share_a_process(rows_of):
-    assert [row["with"] for row in rows_of("a", "b")] == [["a", "b"]] * 2
+    assert [row["with"] for row in rows_of("a", "b")] == [["x: a", "x: b"]] * 2
 
 
 def test_a_case_that_ends_its_process_costs_no_other_case(rows_of):
     rows = rows_of("a", "dies", "b", "c")
     assert [row["case"] for row in rows] == ["a", "dies", "b", "c"]
     assert rows[1]["failed"] == "the process ended with 7; see log.txt"
-    assert [row["with"] for row in rows[2:]] == [["b", "c"]] * 2
+    assert [row["with"] for row in rows[2:]] == [["x: b", "x: c"]] * 2
 
 
 def test_a_case_that_hangs_is_stopped_with_what_it_started_and_costs_no_other_case(rows_of, tmp_path):
@@ -243,7 +328,70 @@ def test_a_case_that_hangs_is_stopped_with_what_it_started_and_costs_no_other_ca
 
 def test_a_process_that_would_disturb_the_next_case_is_replaced(rows_of):
     rows = rows_of("a", "leaks", "b")
-    assert [row["with"] for row in rows] == [["a", "leaks", "b"], ["leaks", "b"], ["leaks", "b"]]
+    assert [row["with"] for row in rows] == [
+        ["x: a", "x: leaks", "x: b"],
+        ["x: leaks", "x: b"],
+        ["x: leaks", "x: b"],
+    ]
+
+
+NOTES = """
+import sys, time
+notes, seconds, out, *names = sys.argv[1:]
+def note(word):
+    with open(notes, "a") as file:
+        file.write(word + " " + names[0] + "\\n")
+note("start")
+time.sleep(float(seconds))
+note("end")
+for name in names:
+    kind, case = name.split(": ")
+    with open(out, "a") as file:
+        file.write('{"kind": "%s", "case": "%s", "wall": 0.1}\\n' % (kind, case))
+"""
+
+
+@pytest.fixture
+def notes_of(tmp_path, monkeypatch, known_machine):
+    """Measure parts, with processes that compile ahead for some seconds; return rows and when each process ran."""
+    program, notes = tmp_path / "program.py", tmp_path / "notes"
+    program.write_text(NOTES)
+
+    def run(parts, seconds_ahead):
+        def start(setting, out, names, log):
+            seconds = seconds_ahead if setting.ahead else 0.0
+            command = [sys.executable, "-S", str(program), str(notes), str(seconds), str(out), *names]
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+        monkeypatch.setattr(gpu, "_start", start)
+        monkeypatch.setattr("os.cpu_count", lambda: 16)
+        rows = gpu.measure(parts, Setting("cuda", small=False, compile=True), tmp_path, 600.0).rows
+        return rows, notes.read_text().splitlines()
+
+    return run
+
+
+TO_COMPILE = Part({"x: a": Cost(0, 10, 10), "x: b": Cost(0, 10, 10)}, "x", "x")
+
+
+def test_code_is_compiled_beside_the_checks_and_before_anything_is_timed(notes_of, monkeypatch):
+    monkeypatch.setattr(parts, "START_SECONDS", 2)
+    rows, notes = notes_of([TO_COMPILE, part("x", "c", seconds=0, process="checks")][::-1], 1.0)
+    assert [row["case"] for row in rows] == ["c", "a", "b"]
+    ahead = sorted(notes[:3])
+    assert ahead == ["start x: a", "start x: b", "start x: c"]
+    assert notes.index("end x: c") < notes.index("end x: a")
+    assert notes[-2:] == ["start x: a", "end x: a"]  # the run
+    assert notes.count("end x: a") == 2
+
+
+def test_a_process_that_compiles_for_too_long_is_stopped(notes_of, monkeypatch):
+    monkeypatch.setattr(parts, "START_SECONDS", 0)
+    quick = Part({"x: a": Cost(0, 0.5, 0.5), "x: b": Cost(0, 0.5, 0.5)}, "x", "x")
+    rows, notes = notes_of([quick], 60.0)
+    assert [row["case"] for row in rows] == ["a", "b"]
+    assert notes[-2:] == ["start x: a", "end x: a"]
+    assert notes.count("end x: a") == 1
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 5])
@@ -255,8 +403,67 @@ def test_the_shares_of_several_commands_are_all_cases(of):
         assert not {one.group for one in share} & {one.group for one in PARTS if one not in share}
 
 
-def test_three_commands_measure_everything_in_nine_minutes_each():
-    assert max(sum(one.seconds for one in share_of(PARTS, number, 3)) for number in (1, 2, 3)) < 520
+DEFAULT = [name for part in gpu.selected([], False, None) for name in part.cases]
+SHAPES = ("Llama-3.2-1B", "8B shape, 4 layers", "8B shape, 8 layers", "GPT-2 124M", "Qwen3-30B-A3B shape, 2 layers")
+"""The models whose steps a command must time."""
+OTHER_FORMS = {  # of a kernel that one command measures in another form
+    "attention, sinks",
+    "GEGLU, exact",
+    "GEGLU, quick",
+    "residual and LayerNorm",
+    "fp8 grouped linear, rowwise",
+    "fp8 grouped linear, mxfp8",
+    "fp8 grouped linear, blockwise, e4m3",
+}
+OF_ONE_COMMAND = {
+    "ceilings": {"bf16 matmul", "fp8 matmul, scale of the tensor", "fp8 matmul, scale of each row", "memory copy"},
+    "kernels": set(kernels.KERNELS) - OTHER_FORMS,
+    "training": {f"{m}, {s}, {p}" for m in SHAPES for s in (8192, 2048) for p in ("bf16", "fp8")},
+    "transformers": {f"{m}, {2048 if 'GPT-2' in m else 8192}, bf16" for m in SHAPES},
+    "checks": {"quickstart", "gpu tests"},
+}
+
+
+def test_one_command_covers_the_card_each_kernel_each_model_and_the_checks():
+    required = {f"{kind}: {case}" for kind, cases in OF_ONE_COMMAND.items() for case in cases}
+    assert not required - set(DEFAULT)
+    assert {name for part in PARTS for name in part.cases} == {*DEFAULT, *EXTRA}
+
+
+@pytest.mark.parametrize("recipe", get_args(Float8Recipe))
+def test_one_command_measures_a_linear_layer_by_every_fp8_recipe(recipe):
+    assert f"kernels: fp8 linear, {recipe}" in DEFAULT
+
+
+def test_one_command_measures_what_it_must_within_nine_minutes():
+    seconds = planned_seconds(gpu.selected([], False, None))
+    assert 400 < seconds < gpu.SECONDS - 15  # a case more or less, or an estimate, is looked at again
+    assert gpu.SECONDS + 15 < 9 * 60
+
+
+def test_two_commands_measure_everything_in_nine_minutes_each():
+    for number in (1, 2):
+        assert planned_seconds(gpu.selected([], True, (number, 2))) < gpu.SECONDS - 15
+
+
+def test_an_estimate_counts_what_runs_at_once_once():
+    checks = part("checks", "a", "b", seconds=50, process="checks")
+    runs = [Part({f"x: {n}": Cost(1, 16, 20) for n in range(8)}, "x", "x"), Part({"y: 1": Cost(2)}, "y", "x")]
+    assert planned_seconds([checks]) == 4 + 101
+    assert planned_seconds(runs) == 4 + (12 + 40) + (12 + 8 + 2)  # compiled by four processes, two cases each
+    assert planned_seconds([checks, *runs]) == 4 + 101 + 22
+    assert planned_seconds(runs[1:]) == 4 + 14
+    profiled = with_profiles([part("training", "a", seconds=1), part("x", "a", seconds=1)])
+    assert [cost.run for one in profiled for cost in one.cases.values()] == [6, 1]
+
+
+def test_compiling_is_shared_by_processes_where_that_saves_time():
+    runs = [Part({f"x: {n}": Cost(1, 16, 20) for n in range(8)}, "x", "x")]
+    ahead = plan_ahead(runs, 3)
+    assert sorted(name for share in ahead.shares for name in share) == sorted(runs[0].cases)
+    assert ahead.seconds == 12 + 60
+    assert not plan_ahead(runs, 1).shares  # a process beside the runs would compile no faster
+    assert not plan_ahead([part("x", "a", seconds=10)], 4).shares
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0"])
@@ -264,118 +471,3 @@ def test_a_wrong_share_is_refused(text, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--out", "x", "--part", text])
     assert f"'{text}' is not K/N" in capsys.readouterr().err
-
-
-def results(folder, card, *rows):
-    folder.mkdir()
-    found = [{"kind": "kernels", "case": case, **row} for case, row in rows]
-    (folder / "results.json").write_text(json.dumps({"machine": f"on {card}", "card": card, "results": found}))
-    return str(folder)
-
-
-def kernel_row(milliseconds):
-    return {"wall": 1.0, "fp8": False, "forms": {"ours": {"milliseconds": milliseconds, "error": 0.0}}}
-
-
-def test_results_of_several_commands_are_merged_into_one_table(tmp_path, capsys):
-    first = results(tmp_path / "1", "A", ("rope", kernel_row(1.0)), ("SwiGLU", {"left_out": "no time"}))
-    second = results(tmp_path / "2", "A", ("SwiGLU", kernel_row(2.0)), ("rope", {"failed": "out of memory"}))
-    assert gpu.main(["--out", str(tmp_path / "all"), "--merge", first, second]) == 0
-    table = (tmp_path / "all" / "report.md").read_text()
-    assert table.strip() == capsys.readouterr().out.strip()
-    assert "| rope | ours | 1.000 |" in table
-    assert "| SwiGLU | ours | 2.000 |" in table
-    assert "failed" not in table
-    assert "left out" not in table
-    assert len(json.loads((tmp_path / "all" / "results.json").read_text())["results"]) == 2
-
-
-def test_results_of_two_cards_are_not_merged(tmp_path, capsys):
-    folders = [results(tmp_path / card, card, ("rope", kernel_row(1.0))) for card in ("A", "B")]
-    for wrong, said in ((folders, "several cards: A, B"), ([str(tmp_path)], "no results.json in")):
-        with pytest.raises(SystemExit):
-            gpu.main(["--out", str(tmp_path / "all"), "--merge", *wrong])
-        assert said in capsys.readouterr().err
-
-
-def test_the_report_of_a_card():
-    rows = [
-        {"kind": "ceilings", "case": "bf16 matmul", "tflops": 800.0},
-        {"kind": "ceilings", "case": "memory copy", "gigabytes_per_second": 3000.0},
-        {
-            "kind": "kernels",
-            "case": "RMSNorm",
-            "fp8": False,
-            "forms": {
-                "ours": {"milliseconds": 0.1, "error": 0.001, "gigabytes_per_second": 1500.0},
-                "liger": {"failed": "ImportError: a|b"},
-            },
-        },
-        {
-            "kind": "training",
-            "case": "Llama-3.2-1B, 8192, bf16",
-            "tokens_per_second": 50000.0,
-            "mfu_causal": 0.5,
-            "step_seconds": 2.0,
-            "planned_seconds": 1.0,
-            "peak_gb": 46.6,
-            "planned_gb": 46.5,
-        },
-        {
-            "kind": "transformers",
-            "case": "Llama-3.2-1B, 8192, bf16",
-            "tokens_per_second": 25000.0,
-            "step_seconds": 4.0,
-            "peak_gb": 60.0,
-        },
-        {"kind": "checks", "case": "gpu tests", "tests": 3, "skipped": 1, "failures": {"test_a": "\nE  wrong\n"}},
-        {"kind": "checks", "case": "quickstart", "failed": "exit code 5"},
-    ]
-    found = report(rows, "a card", "NVIDIA H200")
-    assert "| RMSNorm | ours | 0.100 | 50% | 1.0e-03 |" in found
-    assert "| RMSNorm | liger | | | ImportError: a/b |" in found
-    assert (
-        "| Llama-3.2-1B, 8192, bf16 | 50,000 | | 2.00 | 50.0% | 2.000 | 1.000, -50.0% | 46.6 | 46.5, -0.2% | 60.0 |"
-    ) in found
-    assert "| transformers: Llama-3.2-1B, 8192, bf16 | 25,000 | | | | 4.000 | | 60.0 | | |" in found
-    assert "bars" not in found
-    assert "gpu tests: 3, 1 failed, 1 skipped\n  test_a: E  wrong" in found
-    assert "failed: checks: quickstart: exit code 5" in found
-
-
-def step(case, tokens, mfu, planned_seconds=1.0, planned_gb=50.0):
-    row = {"kind": "training", "case": case, "tokens_per_second": tokens, "mfu_causal": mfu, "step_seconds": 1.0}
-    return {**row, "planned_seconds": planned_seconds, "peak_gb": 50.0, "planned_gb": planned_gb}
-
-
-def test_bars_are_judged_on_the_card_that_they_are_stated_for():
-    rows = [
-        step("8B shape, 4 layers, 8192, bf16", 100.0, 0.6, planned_seconds=1.099, planned_gb=52.4),
-        step("8B shape, 4 layers, 8192, fp8", 131.0, 0.7, planned_seconds=0.89, planned_gb=47.4),
-        step("Llama-3.2-1B, 8192, bf16", 100.0, 0.519),
-        step("Llama-3.2-1B, 8192, fp8", 129.0, 0.7),
-        step("GPT-2 124M, 2048, bf16", 100.0, 0.3),
-        step("GPT-2 124M, 2048, fp8", 100.0, 0.3),
-    ]
-    found = report(rows, "a machine", "NVIDIA H100 80GB HBM3")
-    cells = {line.split(" | ")[0][2:]: [cell.strip() for cell in line.split("|")[3:]] for line in found.splitlines()}
-    assert cells["8B shape, 4 layers, 8192, bf16"][2] == "60.0% (met: 60%)"
-    assert cells["8B shape, 4 layers, 8192, bf16"][4] == "1.099, +9.9% (met: 10%)"
-    assert cells["8B shape, 4 layers, 8192, bf16"][6] == "52.4, +4.8% (met: 5%)"
-    assert cells["8B shape, 4 layers, 8192, fp8"][0] == "1.31 (met: 1.3x)"
-    assert cells["8B shape, 4 layers, 8192, fp8"][2] == "70.0%"
-    assert cells["8B shape, 4 layers, 8192, fp8"][4] == "0.890, -11.0% (MISSED: 10%)"
-    assert cells["8B shape, 4 layers, 8192, fp8"][6] == "47.4, -5.2% (MISSED: 5%)"
-    assert cells["Llama-3.2-1B, 8192, bf16"][2] == "51.9% (MISSED: 52%)"
-    assert cells["Llama-3.2-1B, 8192, fp8"][0] == "1.29 (MISSED: 1.3x)"
-    assert cells["GPT-2 124M, 2048, bf16"][2] == "30.0%"
-    assert cells["GPT-2 124M, 2048, fp8"][0] == "1.00"
-    assert "bars of one H100: 12 met, 4 missed" in found
-
-
-@pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB", ""])
-def test_another_card_gets_figures_without_verdict(card):
-    found = report([step("Llama-3.2-1B, 8192, bf16", 100.0, 0.1)], "a machine", card)
-    assert "| 10.0% |" in found
-    assert "met" not in found
-    assert "MISSED" not in found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from gpu_parts.setting import Setting
+from gpu_parts.setting import Setting, Unsupported
 from gpu_parts.timing import median_seconds
 
 
@@ -25,7 +25,7 @@ def _matmul(setting: Setting, m: int, k: int, n: int) -> dict[str, Any]:
 
 def _fp8_matmul(setting: Setting, kind: ScalingType) -> dict[str, Any]:
     if setting.device != "cuda":
-        return {"left_out": "fp8 matmuls need a GPU"}
+        raise Unsupported("fp8 matmuls need a GPU")
     size = 256 if setting.small else 8192
     a, b = (_random(setting, size, size).to(torch.float8_e4m3fn) for _ in range(2))
     shapes = ((), ()) if kind is ScalingType.TensorWise else ((size, 1), (1, size))

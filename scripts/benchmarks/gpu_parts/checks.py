@@ -15,6 +15,7 @@ from typing import Any
 from gpu_parts.setting import ROOT, Setting
 
 _SECONDS = 240
+_TEST_PROCESSES = 8
 _MEGALAUNCH = "from megalaunch.cli.main import main; main()"
 
 
@@ -42,7 +43,7 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
         if setting.device != "cuda":
             command.append("--collect-only")
         elif importlib.util.find_spec("xdist") is not None:  # most of their time is compiling
-            command += ["-n", "4"]
+            command += ["-n", str(min(_TEST_PROCESSES, max(2, (os.cpu_count() or 2) // 2)))]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         marked = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
         done = subprocess.run(

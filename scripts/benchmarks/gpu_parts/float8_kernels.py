@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_parts.kernel import Form, Inputs, Kernel, experts_inputs
-from megalaunch.engine.precision.float8 import Float8Matmuls
+from gpu_parts.setting import Setting, Unsupported
+from megalaunch.engine.precision.amax_history import AmaxHistories
+from megalaunch.engine.precision.float8 import Float8Matmuls, operand_dtypes
 from megalaunch.engine.precision.float8_experts import Float8GroupedMatmuls
 from megalaunch.kernels.float8_cast import (
     E4M3,
@@ -23,7 +25,7 @@ from megalaunch.kernels.float8_cast import (
 from megalaunch.kernels.forms import Block
 from megalaunch.kernels.grouped_linear import grouped_linear, grouped_linear_by
 from megalaunch.kernels.linear_matmuls import linear_by
-from megalaunch.schema.precision import Float8Spec
+from megalaunch.schema.precision import Float8Recipe, Float8Spec
 
 
 def _float8_grouped_linear(recipe: str, format: str) -> Callable[[Inputs], Kernel]:
@@ -40,15 +42,27 @@ def _float8_grouped_linear(recipe: str, format: str) -> Callable[[Inputs], Kerne
     return build
 
 
-def _float8_linear(recipe: str) -> Callable[[Inputs], Kernel]:
+_GENERATIONS = {"blockwise": ("Hopper", (9,)), "mxfp8": ("Blackwell", (10, 12))}
+"""The cards whose matmuls take the scales of a recipe, with their major compute capabilities; others take any card."""
+
+
+def _float8_linear(recipe: Float8Recipe) -> Callable[[Inputs], Kernel]:
     def build(at: Inputs) -> Kernel:
+        require_card(recipe, at.setting)
         s = at.sizes
         x, weight = at.randn(s.tokens, 2 * s.hidden), at.randn(7 * s.hidden, 2 * s.hidden, scale=0.02)
-        emulate = at.setting.device != "cuda"
-        matmuls = Float8Matmuls(Float8Spec(recipe=recipe), emulate, lambda operand, amax: amax, None)  # type: ignore[arg-type]
+        spec, emulate = Float8Spec(recipe=recipe), at.setting.device != "cuda"
+        histories = AmaxHistories({"linear": None}, spec.amax_history_len, operand_dtypes(spec), spec.margin, x.device)
+        delayed = histories.of_layer("linear") if recipe == "delayed" else None
+        matmuls = Float8Matmuls(spec, emulate, lambda operand, amax: amax, delayed)
 
         def ours(x: Tensor, w: Tensor) -> Tensor:
             return linear_by(matmuls, x, w)
+
+        if delayed is not None:  # as in all steps but the first, scales are known
+            made = ours(x, weight)
+            torch.autograd.grad(made, (x, weight), torch.randn_like(made))
+            histories.end_step(lambda amax: amax)
 
         forms: dict[str, Form] = {"bf16": F.linear, "ours": ours}
         if at.setting.compile:
@@ -56,6 +70,13 @@ def _float8_linear(recipe: str) -> Callable[[Inputs], Kernel]:
         return Kernel((x, weight), forms, flops=6 * x.numel() * weight.shape[0], fp8=True)
 
     return build
+
+
+def require_card(recipe: Float8Recipe, setting: Setting) -> None:
+    """Raise if the card has no matmul with the scales of a recipe."""
+    generation, majors = _GENERATIONS.get(recipe, ("", ()))
+    if setting.device == "cuda" and majors and torch.cuda.get_device_capability()[0] not in majors:
+        raise Unsupported(f"{recipe} matmuls need {generation}")
 
 
 def _float8_cast(block: Block, power_of_two: bool) -> Callable[[Inputs], Kernel]:
@@ -127,8 +148,10 @@ def _float8_amax(block: Block) -> Callable[[Inputs], Kernel]:
 
 FLOAT8_KERNELS: dict[str, Callable[[Inputs], Kernel]] = {
     "fp8 linear, tensorwise": _float8_linear("tensorwise"),
+    "fp8 linear, delayed": _float8_linear("delayed"),
     "fp8 linear, rowwise": _float8_linear("rowwise"),
     "fp8 linear, blockwise": _float8_linear("blockwise"),
+    "fp8 linear, mxfp8": _float8_linear("mxfp8"),
     "fp8 cast, 1 x 128": _float8_cast((1, 128), False),
     "fp8 cast, 128 x 128": _float8_cast((128, 128), False),
     "fp8 cast, mxfp8": _float8_cast((1, 32), True),

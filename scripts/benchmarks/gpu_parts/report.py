@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ Row = dict[str, Any]
 def report(results: Sequence[Row], machine: str, card: str) -> str:
     """Return the tables of all parts that were measured, what failed and what was left out."""
     verdicts = Verdicts(card)
-    measured = [row for row in results if not row.keys() & {"failed", "left_out"}]
+    measured = [row for row in results if not row.keys() & {"failed", "unsupported", "left_out"}]
     blocks = [
         [machine],
         list(_ceilings([row for row in measured if row["kind"] == "ceilings"])),
@@ -25,9 +26,28 @@ def report(results: Sequence[Row], machine: str, card: str) -> str:
             for row in results
             if "failed" in row
         ],
-        [f"left out: {row['kind']}: {row['case']}: {row['left_out']}" for row in results if "left_out" in row],
+        [
+            f"not on this device: {row['kind']}: {row['case']}: {row['unsupported']}"
+            for row in results
+            if "unsupported" in row
+        ],
+        list(_left_out(results)),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _left_out(results: Sequence[Row]) -> Iterator[str]:
+    """What was not measured by reason, and the command that measures it."""
+    names: dict[str, list[str]] = {}
+    for row in results:
+        if "left_out" in row:
+            names.setdefault(row["left_out"], []).append(f"{row['kind']}: {row['case']}")
+    if not names:
+        return
+    for why, cases in names.items():
+        yield f"left out ({why}): {'; '.join(cases)}"
+    words = shlex.join(case for cases in names.values() for case in cases)
+    yield f"to measure what was left out: scripts/bench gpu --out DIR2 --only {words}"
 
 
 def _ceiling_rates(measured: Iterable[Row]) -> dict[str, float]:

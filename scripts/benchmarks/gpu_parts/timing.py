@@ -19,7 +19,7 @@ def median_seconds(call: Callable[[], object], device: str) -> float:
     if device == "cuda":
         from triton.testing import do_bench
 
-        return float(do_bench(call, warmup=30, rep=150, return_mode="median")) / 1e3
+        return float(do_bench(call, warmup=20, rep=100, return_mode="median")) / 1e3
     call()
     found = []
     for _ in range(_CPU_CALLS):

@@ -36,7 +36,8 @@ from megalaunch.plan.topology import Topology
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec, with_values
 
-_WARM, _TIMED = 3, 5
+_WARM, _TIMED = 1, 3  # the first step compiles and allocates; the median drops another that differs
+_WARM_GRAPHS = 4  # layers are captured in their third pass and some later ones
 
 
 def train_steps(workload: Workload, setting: Setting) -> dict[str, Any]:
@@ -57,7 +58,8 @@ def train_steps(workload: Workload, setting: Setting) -> dict[str, Any]:
         batch = _batch(spec, device)
         numbers = iter(range(1, 1000))
         found = _time(lambda: step.run(next(numbers), replace(batch)).loss, spec, device)
-        found["profile"] = _profile(lambda: step.run(next(numbers), replace(batch)).loss, spec, device)
+        if setting.profile:
+            found["profile"] = _profile(lambda: step.run(next(numbers), replace(batch)).loss, spec, device)
     finally:
         destroy_process_group()
     return found | _predictions(spec, found)
@@ -66,9 +68,11 @@ def train_steps(workload: Workload, setting: Setting) -> dict[str, Any]:
 def train_transformers(workload: Workload, setting: Setting) -> dict[str, Any]:
     """Time the same steps in transformers: fp32 weights, autocast to bf16, SDPA, torch.compile, fused AdamW.
 
-    The microbatch is one sample, as its loss holds all logits.
+    The microbatch is one sample, as its loss holds all logits. Each layer is compiled, as the engine does, and the
+    loss: a graph of the whole model would take a minute to compile.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     spec = workload.spec(setting)
     device = torch.device(setting.device)
@@ -78,7 +82,11 @@ def train_transformers(workload: Workload, setting: Setting) -> dict[str, Any]:
     with device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     model.train()
-    run = torch.compile(model) if setting.compile else model
+    if setting.compile:
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile()
+        model.loss_function = torch.compile(model.loss_function)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     samples = [sample for one in _batch(spec, device).microbatches for sample in one.tokens.split(1)]
 
@@ -86,7 +94,7 @@ def train_transformers(workload: Workload, setting: Setting) -> dict[str, Any]:
         total = torch.zeros((), device=device)
         for tokens in samples:
             with torch.autocast(device.type, torch.bfloat16):
-                loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss / len(samples)
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / len(samples)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,7 +120,7 @@ def _time(one_step: Callable[[], float], spec: RunSpec, device: torch.device) ->
     """Warm up, then take the median of steps, each of which ends with its loss on the host."""
     platform = get_platform(device.type)
     started = time.perf_counter()
-    losses = [one_step() for _ in range(_WARM)]
+    losses = [one_step() for _ in range(_WARM_GRAPHS if spec.train.cuda_graphs else _WARM)]
     warm = time.perf_counter() - started
     seconds = []
     for _ in range(_TIMED):

@@ -46,6 +46,11 @@ class Workload:
         """Return the workload as it is run: with tiny samples in the small mode."""
         return replace(self, sequence=self.sequence // 128, samples=2, microbatches=2) if setting.small else self
 
+    def of_one_layer(self) -> Workload:
+        """Return a step of one layer without a vocabulary to speak of, whose layer is compiled as those of this one."""
+        overrides = (*self.overrides, "model.num_layers=1", "model.vocab_size=512")
+        return replace(self, overrides=overrides, microbatches=1)
+
     def spec(self, setting: Setting) -> RunSpec:
         """Return the resolved spec of a run of it on one device."""
         at = self.at_size(setting)
