@@ -2,7 +2,7 @@
 
 torch's scaled grouped matmul takes matrices in e4m3 with one inverse scale for each row of the left and each column of
 the right matrix. One scale for an expert is passed as equal scales of its rows. A Triton kernel multiplies the others:
-matrices with scales of parts of rows, and gradients in e5m2.
+matrices with scales of parts of rows, and gradients in e5m2; and all matrices on GPUs that torch's operator is not for.
 Shapes: R rows in the order of their experts, E experts, K the dim that a product sums over, P padded rows.
 """
 
@@ -137,8 +137,16 @@ def scaled_columns_times_rows(
 
 
 def _torch_multiplies(a: Float8Matrix, b: Float8Matrix, width: int) -> bool:
-    """Return whether torch's operator takes these matrices."""
-    return not width and a.values.dtype == b.values.dtype == E4M3
+    """Return whether torch's operator takes these matrices on their device."""
+    return not width and a.values.dtype == b.values.dtype == E4M3 and _torch_runs_on(a.values.device)
+
+
+@cache
+def _torch_runs_on(device: torch.device) -> bool:
+    """Return whether torch's operator is for a device: of NVIDIA's GPUs Hopper and compute capability 10 have it."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache

@@ -117,8 +117,8 @@ def _grouped_kernels() -> ModuleType:
         from megalaunch.kernels import float8_grouped_triton
     except ImportError as error:
         raise RuntimeError(
-            f"experts in fp8 with scales of parts of rows, or with gradients in e5m2, need Triton ({error}): install "
-            "it, or set precision.fp8.recipe=rowwise precision.fp8.format=e4m3"
+            f"experts in fp8 need Triton ({error}): install it, or set precision.compute_dtype=bf16; on Hopper and "
+            "B200 precision.fp8.recipe=rowwise precision.fp8.format=e4m3 does without it"
         ) from error
     return float8_grouped_triton
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalaunch.kernels import float8_grouped
+from megalaunch.kernels import float8_grouped, float8_operators
 from megalaunch.kernels.float8_cast import E4M3, E5M2, Float8Matrix, block_amax, scale_from_amax
 from megalaunch.kernels.float8_grouped import PaddedGroups, scaled_columns_times_rows, scaled_rows_times_matrices
 
@@ -124,5 +124,30 @@ def test_a_torch_without_the_operator_is_named(monkeypatch):
 def test_products_that_torch_does_not_multiply_name_triton_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "megalaunch.kernels.float8_grouped_triton", None)  # as if its import failed
     a, b = cast(random(ROWS, K), (1, 0), E5M2), cast(random(EXPERTS * N, K), (1, 0))
-    with pytest.raises(RuntimeError, match=r"gradients in e5m2, need Triton \(.*\): install it, or set precision\.fp8"):
+    with pytest.raises(RuntimeError, match=r"experts in fp8 need Triton \(.*\): install it, or set precision"):
         scaled_rows_times_matrices(a, b, OFFSETS, torch.float32, emulate=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "by_torch"), [((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_gpus_that_torchs_operator_is_not_for_have_the_kernel(capability, by_torch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    float8_grouped._torch_runs_on.cache_clear()
+    assert float8_grouped._torch_runs_on(torch.device("cuda", 0)) == by_torch
+    float8_grouped._torch_runs_on.cache_clear()
+
+
+def test_without_torchs_operator_every_product_is_the_kernels(monkeypatch):
+    """Matrices in e4m3 with scales of rows, which torch's operator takes elsewhere."""
+    called = []
+    monkeypatch.setattr(float8_grouped, "_torch_runs_on", lambda device: False)
+    for name in ("float8_rows_times_matrices", "float8_columns_times_rows"):
+        monkeypatch.setattr(float8_operators, name, lambda *arguments, name=name: called.append(name))
+    groups, x, dy = PaddedGroups.of(OFFSETS, ROWS, 16), random(ROWS, K), random(ROWS, N, seed=1)
+    scaled_rows_times_matrices(
+        cast(x, (1, 0)), cast(random(EXPERTS * N, K), (1, 0)), OFFSETS, torch.bfloat16, emulate=False
+    )
+    left, right = (cast(groups.pad(rows).t(), (1, 16)) for rows in (dy, x))
+    scaled_columns_times_rows(left, right, groups, torch.bfloat16, width=0, emulate=False)
+    assert called == ["float8_rows_times_matrices", "float8_columns_times_rows"]

@@ -1,6 +1,7 @@
 """Every Triton kernel compiles to machine code of the GPUs it is for, on machines that have none."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -65,6 +66,19 @@ def compiled(capability: int, folder, names: list[str]) -> tuple[dict[str, list[
 def test_kernels_compile_for_hopper(tmp_path):
     found, said = compiled(90, tmp_path, list(KERNELS))
     assert found == KERNELS, said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("capability", [89, 120], ids=["Ada", "RTX Blackwell"])
+def test_products_of_experts_compile_for_gpus_that_torchs_operator_is_not_for(capability, tmp_path):
+    """They multiply in fp8, and fit into less than half of the shared memory of Hopper."""
+    products = {name: kernels for name, kernels in KERNELS.items() if " times " in name}
+    found, said = compiled(capability, tmp_path, list(products))
+    assert found == products, said
+    code = [path.read_text() for path in tmp_path.rglob("*.ptx")]
+    assert len(code) == len(products)
+    assert all(re.search(r"mma\.sync\.aligned\.m16n8k32\S*\.e[45]m[23]\.e[45]m[23]\.", ptx) for ptx in code)
 
 
 @pytest.mark.slow

@@ -87,12 +87,15 @@ def test_recipes_of_a_gpu_without_a_row_follow_its_capability(recipe, capability
         assert "precision.emulate=true" in error.fixes
 
 
-def test_experts_of_a_gpu_without_a_row_follow_its_capability():
-    refused = {capability: _errors(*EXPERTS, machine=_machine(capability)) for capability in (8.9, 9.0, 10.0, 12.0)}
-    assert {capability: [f.rule for f in found] for capability, found in refused.items()} == {
-        8.9: ["fp8.experts_chip"], 9.0: [], 10.0: [], 12.0: ["fp8.experts_chip"],
-    }  # fmt: skip
-    assert refused[8.9][0].message.endswith("but the chip is cuda of compute capability 8.9")
+@pytest.mark.parametrize("platform", ["l40s", "rtx4090", "h100", "b200"])
+def test_chips_with_fp8_have_it_for_experts_too(platform):
+    """torch's grouped matmul is for Hopper and B200; the others have the engine's kernel."""
+    assert not _errors(*EXPERTS, f"platform={platform}")
+
+
+def test_experts_of_a_gpu_without_a_row_are_in_fp8_from_ada_on():
+    for enough in (8.9, 9.0, 10.0, 12.0, None):
+        assert not _errors(*EXPERTS, machine=_machine(enough))
 
 
 def test_what_the_driver_reports_decides_about_memory_and_attention_too():

@@ -9,7 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-SHARED_MEMORY = 227 * 1024  # bytes a block of Hopper may use
+_SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}
+"""KiB that a block may use, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 class CompilingDriver(DriverBase):
@@ -24,7 +25,8 @@ class CompilingDriver(DriverBase):
         self._target = target
         self.compiled: list[str] = []
         self.utils = types.SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY}, load_binary=self._load
+            get_device_properties=lambda device: {"max_shared_mem": _SHARED_MEMORY[target.arch] * 1024},
+            load_binary=self._load,
         )
         self.launcher_cls = lambda source, metadata: lambda *arguments, **options: None
 

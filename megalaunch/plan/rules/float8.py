@@ -16,8 +16,8 @@ from megalaunch.schema.precision import Float8Recipe
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Block size by recipe: operand alignment of an fp8 matmul (16), or values per scale (DeepSeek-V3: 128, MX: 32)."""
 
-_ADA, _HOPPER, _BLACKWELL, _LATER = 8.9, 9.0, 10.0, 11.0
-"""CUDA compute capabilities: the first with fp8 units, of two generations, and the first after these."""
+_ADA, _HOPPER, _BLACKWELL = 8.9, 9.0, 10.0
+"""CUDA compute capabilities: the first with fp8 units, and the first of two later generations."""
 
 _ANY = math.inf
 _FNUZ = ("mi300x",)
@@ -120,21 +120,6 @@ def _named(facts: ChipFacts) -> str:
 def _is_within(facts: ChipFacts, least: float, below: float) -> bool:
     """Return whether a chip's compute capability is in [least, below); True where it is unknown."""
     return facts.capability is None or least <= facts.capability < below
-
-
-@rule("fp8.experts_chip", "The chip has a grouped fp8 matmul, if experts compute in native fp8.")
-def experts_chip(at: RuleContext) -> Iterator[Violation]:
-    """torch's grouped matmul in fp8 is written for Hopper, Blackwell and MI300; Ada has fp8 linear layers only."""
-    facts = at.chip
-    if not (_is_native(at) and at.has_experts) or facts is None or _float8_lack(facts):
-        return
-    if not _is_within(facts, _HOPPER, _LATER):
-        yield Violation(
-            "precision.compute_dtype",
-            f"native matmuls of experts need Hopper or Blackwell ({', '.join(chips_of(_HOPPER, _LATER))}), "
-            f"but the chip is {_named(facts)}",
-            fixes=({"precision.compute_dtype": "bf16"}, {"precision.emulate": True}),
-        )
 
 
 @rule("fp8.tp_comm_overlap", "parallel.tp_comm_overlap is off with fp8.")

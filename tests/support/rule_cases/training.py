@@ -169,7 +169,6 @@ PRECISION = {
         "platform=a100_80gb cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16"
         " precision.emulate=true",
     ),
-    "fp8.experts_chip": Case("platform=rtx4090", "platform=h200", (*MIXTRAL, *ANY_GPUS, *OF_EXPERTS)),
     "fp8.blockwise_chip": Case(
         "platform=b200", "platform=h100", (*TINY, *ANY_GPUS, "precision.fp8.recipe=blockwise", *BLOCKS_OF_128)
     ),
