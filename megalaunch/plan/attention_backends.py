@@ -149,7 +149,12 @@ def head_size(model: ModelSpec) -> int:
 
 
 def exchanges(spec: RunSpec) -> set[str]:
-    """Return the communication types of context parallelism in any layer."""
+    """Return the communication types of context parallelism in any layer.
+
+    Dynamic context parallelism asks of a kernel what an all-gather does: queries over all keys that they see.
+    """
+    if spec.parallel.dynamic_context_parallel:
+        return {"allgather"}
     given = spec.parallel.cp_comm_type
     return {*given} if isinstance(given, tuple) else {given}
 

@@ -110,9 +110,7 @@ def _is_served(spec: RunSpec, facts: BackendFacts) -> bool:
     smallest, largest = facts.head_sizes
     if not smallest <= head_size(spec.model) <= (largest or head_size(spec.model)):
         return False
-    return spec.parallel.cp == 1 or (
-        not spec.parallel.dynamic_context_parallel and exchanges(spec) <= {*facts.exchanges}
-    )
+    return spec.parallel.cp == 1 or exchanges(spec) <= {*facts.exchanges}
 
 
 AutoKernel = Literal["torch", "dense_mask", "flash_blocks", "fp32_blocks", "flex", "varlen", "cpu"]
@@ -182,7 +180,7 @@ def _why_scores(model: ModelSpec) -> str:
     if model.attention_dropout > 0:
         return "fused kernels have other dropout masks"
     if model.attn_logit_softcapping is not None:
-        return "FlexAttention, which has soft caps, does not serve this device, dtype, head size or dynamic cp"
+        return "FlexAttention, which has soft caps, does not serve this device, dtype or head size"
     return f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
 
 

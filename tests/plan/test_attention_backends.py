@@ -47,6 +47,7 @@ TWO_LEVELS = (
     "parallel.hierarchical_context_parallel_sizes=[2,2]",
 )
 ULYSSES = ("parallel=cp2", "parallel.cp_comm_type=a2a")
+DEALT = ("parallel=cp2", "parallel.dynamic_context_parallel=true")
 LONG = ("batch.sequence_length=4096", "model.max_position_embeddings=4096")
 
 
@@ -80,9 +81,9 @@ REFUSED = {
     "te   ": (MI300X, "Transformer Engine's DotProductAttention has no kernels for mi300x"),
     "te    ": ((*H100, "parallel=cp2", PACKED), "with cp_comm_type p2p in sliding windows and packed documents"),
     "te     ": ((*H100, "parallel=cp2", WINDOW), "with cp_comm_type p2p in sliding windows and packed documents"),
-    "math": (
-        (*H100, "parallel=cp2", PACKED, "parallel.dynamic_context_parallel=true"),
-        "dynamic context parallelism selects the kernel of each document",
+    "efficient   ": (
+        (*H100, PACKED, *DEALT),
+        "efficient attention does not work with dynamic_context_parallel",
     ),
 }  # fmt: skip
 
@@ -184,7 +185,16 @@ TAKEN = [
     ((*H100, *WIDE, CAP, "parallel=cp2"), "flex", None),  # a ring
     ((*H100, *WIDE, CAP, *TWO_LEVELS), "flex", None),
     ((*H100, *WIDE, CAP, SINKS, PACKED, "parallel=cp2", "parallel.cp_comm_type=[a2a,p2p]"), "flex", None),
-    ((*H100, *WIDE, CAP, PACKED, "parallel=cp2", "parallel.dynamic_context_parallel=true"), "auto", None),
+    ((*H100, *WIDE, CAP, PACKED, *DEALT), "flex", None),
+    ((*H100, *WIDE, SINKS, PACKED, *DEALT), "flex", None),
+    ((*H100, *WIDE, CAP, PACKED, *DEALT, FP32), "auto", None),
+    ((*H100, CAP, PACKED, *DEALT), "auto", None),  # FlexAttention takes no such narrow heads
+    ((*MI300X, *WIDE, PACKED, *DEALT), "flex", None),
+    ((*TINY, PACKED, *DEALT), "auto", None),
+    ((*H100, PACKED, *DEALT), "varlen", None),
+    ((*H100, *MIXED, PACKED, *DEALT, "model.attention_backend=flash"), "varlen", "varlen"),
+    ((*H100, PACKED, *DEALT, SINKS, "model.attention_backend=flash"), "flash", None),
+    ((*H100, PACKED, *DEALT, "model.attention_backend=te"), "te", None),
     ((*H100, *WIDE, CAP, FP32, "parallel=cp2"), "auto", None),
     ((*H100, CAP, "parallel=cp2"), "auto", None),  # FlexAttention takes no such narrow heads
     ((*V100, *WIDE, CAP, "parallel=cp2"), "auto", None),
@@ -201,7 +211,6 @@ TAKEN = [
     ((*H100, PACKED, "parallel=cp2", "parallel.cp_comm_type=allgather"), "varlen", None),
     ((*H100, PACKED, *ULYSSES), "varlen", None),
     ((*H100, PACKED, "parallel=cp2", "model.attention_backend=flash"), "flash", None),  # a ring
-    ((*H100, PACKED, *ULYSSES, "parallel.dynamic_context_parallel=true"), "auto", None),
     ((*H100, PACKED, SINKS), "auto", None),  # FlexAttention takes no such narrow heads
     ((*H100, *WIDE, PACKED, SINKS), "flex", None),
     ((*H100, *WIDE, PACKED, SINKS, "model.attention_backend=flash"), "flash", None),

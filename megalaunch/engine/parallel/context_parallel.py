@@ -205,7 +205,9 @@ def _ring_parts(
         if backend != "flex":
             return BlockwisePart(mask, _block_backend(backend))
         # Without a visible pair there is no block, and nothing to call.
-        return FlexPart(FlexMask(queries, keys, documents_BS, window)) if mask.blocks else BlockwisePart(mask)
+        return (
+            FlexPart(FlexMask.by_position(queries, keys, documents_BS, window)) if mask.blocks else BlockwisePart(mask)
+        )
 
     return tuple(map(part, tokens))
 

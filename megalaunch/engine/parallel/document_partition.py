@@ -70,6 +70,11 @@ class DocumentPartition:
         """Return the indices of a rank's tokens, in the order of its chunks."""
         return np.concatenate([self.first[p.document] + np.arange(p.start, p.stop) for p in self.ranks[rank]])
 
+    def places_of_tokens(self) -> tuple[Flat, Flat]:
+        """Return the document of each token, and its position there."""
+        documents = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return documents, np.arange(len(documents)) - self.first[documents]
+
     def owner_of_token(self) -> Flat:
         """Return the rank that holds each token."""
         found = np.empty(sum(self.lengths), np.int64)
@@ -107,6 +112,45 @@ class DocumentPartition:
             [sum(map(len, self.remote_tokens(rank, holders))) for rank in ranks] if self.has_split_documents else [0]
         )
         return max(map(self.attention_work, ranks)) + KV_TRANSFER_COST * max(arriving), sum(arriving)
+
+
+@dataclass(frozen=True)
+class KVExchangePlan:
+    """The all-to-all of keys and values of one rank in a layer.
+
+    Attributes:
+        send_indices: Indices of the local tokens to send, grouped by receiver.
+        input_splits: Number of tokens sent to each rank.
+        output_splits: Number of tokens received from each rank.
+        full_document_tokens: The first so many local tokens are full documents.
+        key_indices: The keys of the other local tokens, as indices into local tokens followed by received ones.
+    """
+
+    send_indices: Flat
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+    full_document_tokens: int
+    key_indices: Flat
+
+
+def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePlan:
+    """Return the exchange plan of `rank`."""
+    own, holders, chunks = partition.local_token_indices(rank), partition.owner_of_token(), partition.ranks[rank]
+    received = partition.remote_tokens(rank, holders)
+    number = np.full(len(holders), -1)
+    number[own] = np.arange(len(own))
+    number[np.concatenate(received)] = len(own) + np.arange(sum(map(len, received)))
+    sent = [number[partition.remote_tokens(other, holders)[rank]] for other in range(len(partition.ranks))]
+    keys = [
+        number[partition.first[p.document] + np.arange(p.stop)] for p in chunks if not partition.is_full_document(p)
+    ]
+    return KVExchangePlan(
+        send_indices=np.concatenate(sent),
+        input_splits=tuple(map(len, sent)),
+        output_splits=tuple(map(len, received)),
+        full_document_tokens=sum(p.num_tokens for p in chunks if partition.is_full_document(p)),
+        key_indices=np.concatenate((*keys, np.empty(0, np.int64))),
+    )
 
 
 @lru_cache(maxsize=256)

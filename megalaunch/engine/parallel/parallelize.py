@@ -201,7 +201,7 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
     if mesh.cp.size == 1:
         return NoContextParallel(readers.document_lengths, backends)
     if spec.parallel.dynamic_context_parallel:
-        return DynamicContextParallel(mesh.cp, readers.document_lengths)
+        return DynamicContextParallel(mesh.cp, readers.document_lengths, backends)
     return ContextParallel.build(spec, mesh, readers.document_lengths)
 
 

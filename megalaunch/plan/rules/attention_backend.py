@@ -114,19 +114,21 @@ def backend_mask(at: RuleContext) -> Iterator[Violation]:
 
 @rule("attention.backend_context", "The attention backend works with parallel.cp_comm_type.")
 def backend_context(at: RuleContext) -> Iterator[Violation]:
-    """A ring merges blocks by their log-sum-exp, in both passes; dynamic context parallelism selects kernels itself."""
+    """A ring merges blocks by their log-sum-exp, in both passes; dynamic context parallelism and an all-gather call a
+    kernel on a part of the queries and the keys up to the last of them.
+    """
     chosen, parallel = _backend(at), at.spec.parallel
     if chosen is None or parallel.cp == 1:
         return
     name, facts = chosen
-    if parallel.dynamic_context_parallel:
-        message = "dynamic context parallelism selects the kernel of each document: attention_backend is auto"
-        yield Violation(_KEY, message, {"cp": parallel.cp}, ({_KEY: "auto"},))
-        return
     served, where = facts.exchanges, ""
     if facts.masked_exchanges is not None and (_has_window(at) or at.spec.data.reset_attention_mask):
         served, where = facts.masked_exchanges, " in sliding windows and packed documents"
     for kind in sorted(exchanges(at.spec).difference(served)):
+        if parallel.dynamic_context_parallel:
+            message = f"{name} attention does not work with dynamic_context_parallel"
+            yield Violation(_KEY, message, {"cp": parallel.cp}, _other_backends(at))
+            continue
         message = f"{name} attention does not work with cp_comm_type {kind}{where}"
         fixes = (*_other_backends(at), {"parallel.cp_comm_type": "a2a"})
         yield Violation(_KEY, message, {"cp_comm_type": kind}, fixes)

@@ -267,7 +267,7 @@ def test_the_planner_counts_the_turns_of_flex_attention_in_a_ring(window):
 def test_the_planner_counts_the_operators_of_flex_attention_in_a_ring():
     """What FlexAttention does itself is counted apart: two passes forward and one backward, of two kernels each."""
     tokens = (range(64),)
-    part = FlexPart(FlexMask(tokens, tokens, None, None))
+    part = FlexPart(FlexMask.by_position(tokens, tokens, None, None))
     q, k = (torch.randn(1, heads, 64, 16, dtype=torch.bfloat16) for heads in (4, 2))
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, k)]
     merged = OnlineSoftmax.empty(q, 16, None)

@@ -79,7 +79,7 @@ class Sample:
         """Return attention of a rank's queries over the keys of each rank."""
         own = self.runs[rank]
         if kind == "flex":
-            return [FlexPart(FlexMask(own, keys, self.documents, self.window)) for keys in self.runs]
+            return [FlexPart(FlexMask.by_position(own, keys, self.documents, self.window)) for keys in self.runs]
         return [BlockwisePart(make_block_mask(own, keys, self.window, self.lengths)) for keys in self.runs]
 
 

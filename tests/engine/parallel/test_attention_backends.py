@@ -28,6 +28,7 @@ TWO_LEVELS = {
     "parallel__cp_comm_type": "a2a+p2p",
     "parallel__hierarchical_context_parallel_sizes": [2, 2],
 }
+DEALT = {"parallel__cp": 2, "parallel__dynamic_context_parallel": True} | PACKED
 CP4 = {"parallel__cp": 4, "model__num_layers": 2}  # FlexAttention takes long on CPUs
 TP_SP = {"parallel__tp": 2, "parallel__sequence_parallel": True}
 ZERO3 = {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params"}
@@ -95,6 +96,15 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("te", "zero3, documents"): ZERO3 | PACKED,
     ("te", "cp2 ring"): _cp("p2p"),
     ("te", "cp4 a2a and ring"): TWO_LEVELS,
+    ("flash", "cp2 dynamic, sinks"): DEALT | SINKS,
+    ("math", "cp2 dynamic, soft caps"): DEALT | CAPS,
+    ("flex", "cp2 dynamic, soft caps, sinks"): DEALT | CAPS | SINKS,
+    ("flex", "cp4 dynamic, recompute"): DEALT | RECOMPUTE | CP4,
+    ("flex", "cp2 pp2 dynamic, zero bubble, soft caps"): DEALT | CAPS | PP | {"parallel__schedule": "zero_bubble"},
+    ("varlen", "cp2 dynamic, windows"): DEALT | WINDOWS,
+    ("varlen", "cp2 tp2 sp dynamic, recompute"): DEALT | TP_SP | RECOMPUTE,
+    ("flash_attn", "cp2 dynamic, soft caps"): DEALT | CAPS,
+    ("te", "cp2 dynamic, windows"): DEALT | WINDOWS,
 }  # fmt: skip
 OF_GPUS = {"varlen": TakenBackends("varlen"), "windows": TakenBackends("auto", "varlen")}
 """What a run on a GPU takes by itself."""
@@ -118,6 +128,9 @@ SLOW = [
     ("flash_attn", "tp2 sp, soft caps, documents"),
     ("varlen", "tp2 sp, documents, recompute"),
     ("te", "cp2 allgather, documents, windows"),
+    ("flex", "cp2 dynamic, soft caps, sinks"),
+    ("varlen", "cp2 tp2 sp dynamic, recompute"),
+    ("flash_attn", "cp2 dynamic, soft caps"),
 ]
 
 

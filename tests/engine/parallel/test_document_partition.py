@@ -11,12 +11,15 @@ import torch
 
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.attention.documents import concat_documents, derive_documents, host_document_ids
-from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
+from megalaunch.engine.parallel.document_partition import (
+    DocumentPartition,
+    make_exchange_plan,
+    partition_documents,
+)
 from megalaunch.engine.parallel.dynamic_context_parallel import (
     DynamicContextParallel,
     document_lengths,
     local_token_indices,
-    make_exchange_plan,
 )
 from megalaunch.engine.train.dataloader import MicroBatch, shard_for_context_parallel
 

@@ -435,6 +435,13 @@ CASES += [
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),  # whole documents: one on each rank
     Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, *DEALT)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, *DEALT)),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, *DEALT)),
+    Case("cp4", 4, (4, 1, 4096), LAYER, (FEW_WORDS, *DEALT)),
+    Case("cp4", 4, (4, 1, 4096), LAYER, (FEW_WORDS, SOFT_CAP, SINKS, *DEALT)),
+    Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT), **NO_CALL),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, *DEALT), precision="fp32"),  # by scores
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash", SINKS, *DEALT)),
 ]
 
 

@@ -10,7 +10,8 @@ Shapes: B batch, N query heads, G key/value groups, S queries, T keys, D head di
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -22,14 +23,28 @@ from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
 from megalaunch.kernels.forms import kernel_forms
 
 
+@dataclass(frozen=True)
+class DocumentTokens:
+    """Tokens in memory order: the document of each and its position there, int64 [s]. Row i of both is token i."""
+
+    documents: Tensor
+    positions: Tensor
+
+
 class FlexMask:
     """The causal mask of some tokens over others, within documents and a sliding window.
 
     Its block mask is made at the first call, for all layers that share it; a captured graph of a layer reads it, too.
     """
 
-    def __init__(self, queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None) -> None:
-        """Take the position ids of queries and keys.
+    def __init__(self, make: Callable[[torch.device], BlockMask]) -> None:
+        """Take what makes the block mask on a device."""
+        self._make = make
+        self._made: BlockMask | None = None
+
+    @classmethod
+    def by_position(cls, queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None) -> FlexMask:
+        """Return the mask of whole samples' tokens.
 
         Args:
             queries: The queries' position ids.
@@ -37,8 +52,12 @@ class FlexMask:
             documents_BS: Document ids by position; None: one document.
             window: The sliding window in tokens; None: full attention.
         """
-        self._visible = queries, keys, documents_BS, window
-        self._made: BlockMask | None = None
+        return cls(partial(_block_mask, queries, keys, documents_BS, window))
+
+    @classmethod
+    def by_token(cls, queries: DocumentTokens, keys: DocumentTokens, window: int | None) -> FlexMask:
+        """Return the mask of tokens in any order; queries of a document that no key is of see nothing."""
+        return cls(partial(_token_block_mask, queries, keys, window))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod) -> tuple[Tensor, Tensor]:
         """Return attention without sinks and the log-sum-exp of scores, fp32 [B, N, S], -inf where no key is seen."""
@@ -48,15 +67,19 @@ class FlexMask:
         if form is not None:
             return form(q, k, v)
         if self._made is None:
-            self._made = _block_mask(*self._visible, q.device)
+            self._made = self._make(q.device)
         return _attend(q, k, v, self._made, scoring)
 
 
 def flex_attention_by_position(
     queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None
 ) -> AttentionFn:
-    """Return attention over all keys that the queries see; arguments as of `FlexMask`."""
-    mask = FlexMask(queries, keys, documents_BS, window)
+    """Return attention over all keys that the queries see; arguments as of `FlexMask.by_position`."""
+    return flex_attention_of(FlexMask.by_position(queries, keys, documents_BS, window))
+
+
+def flex_attention_of(mask: FlexMask) -> AttentionFn:
+    """Return attention over the keys that the mask shows."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         out, log_sum = mask.attend(q, k, v, scoring)
@@ -125,6 +148,18 @@ def _document_block_mask(queries: Runs, keys: Runs, documents_BS: Tensor, window
         return _in_window(q_positions[query] - k_positions[key], window) & same
 
     return make_flex_mask(visible, len(documents_BS), len(q_positions), len(k_positions), device)
+
+
+def _token_block_mask(
+    queries: DocumentTokens, keys: DocumentTokens, window: int | None, device: torch.device
+) -> BlockMask:
+    """Return the block mask of tokens in any order."""
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = queries.documents[query] == keys.documents[key]
+        return _in_window(queries.positions[query] - keys.positions[key], window) & same
+
+    return make_flex_mask(visible, None, len(queries.documents), len(keys.documents), device)
 
 
 def _in_window(distance: Tensor, window: int | None) -> Tensor:

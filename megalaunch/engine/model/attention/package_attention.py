@@ -89,8 +89,7 @@ def package_attention(
     runs = [_Run(run, documents) for run in queries]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
-        form = kernel_forms().attention
-        kernel = load() if form is None else _PrescribedKernel(form)
+        kernel = _prescribed_or(load)
         q_BSND, k_BTGD, v_BTGF = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         parts = torch.split_with_sizes(q_BSND, [len(run.positions) for run in runs], dim=1)
         outputs = [
@@ -99,6 +98,35 @@ def package_attention(
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).transpose(1, 2)
 
     return attend
+
+
+def pieces_attention(
+    load: Callable[[], PackageKernel], queries: tuple[int, ...], keys: tuple[int, ...], window: int | None
+) -> AttentionFn:
+    """Return causal attention within pieces of documents, which follow each other in one row.
+
+    Args:
+        load: Returns the kernel; not called in a simulation, which prescribes a form.
+        queries: The queries of each piece, the last ones of its keys.
+        keys: The keys of each piece.
+        window: The sliding window in tokens; None: full attention.
+    """
+    made: list[Pieces] = []  # one for all layers with this window
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
+        if not made:
+            made.append(Pieces(queries, keys, q.device))
+        q_sND, k_tGD, v_tGF = (x[0].transpose(0, 1) for x in (q, k, v))
+        out_sNF = _prescribed_or(load).attend_pieces(q_sND, k_tGD, v_tGF, made[0], window, scoring)
+        return out_sNF.transpose(0, 1)[None]
+
+    return attend
+
+
+def _prescribed_or(load: Callable[[], PackageKernel]) -> PackageKernel:
+    """Return the kernel, or the form that a simulation prescribes in its place."""
+    form = kernel_forms().attention
+    return load() if form is None else _PrescribedKernel(form)
 
 
 @dataclass(frozen=True)
