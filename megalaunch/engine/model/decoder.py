@@ -171,10 +171,8 @@ class Decoder(nn.Module):
             attends = kv_cache.attention(length, windows)
         dropout_masks = no_dropout(self.all_layers)
         if seeds_B is not None:
-            dropout_positions = self.context.position_ids(length, x.device)
-            dropout_masks = make_dropout_masks(
-                self.config, self.tp_region, seeds_B, dropout_positions, list(self.all_layers)
-            )
+            places = self.context.token_places(length, documents_BS, x.device)
+            dropout_masks = make_dropout_masks(self.config, self.tp_region, seeds_B, places, list(self.all_layers))
         if self.embeds_input:
             x = self._embed(x, positions, dropout_masks)
         ropes = {layer.rope for layer in self.config.all_layers}

@@ -33,6 +33,24 @@ def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Ten
 
 
 @dataclass(frozen=True)
+class TokenPlaces:
+    """Where this rank's tokens are in the samples of a microbatch.
+
+    Attributes:
+        positions: The position of each token in its sample, [s] or [B, s].
+        rows: The sample of each token as an index into the microbatch, [B, s]; None: that of its row.
+    """
+
+    positions: Tensor
+    rows: Tensor | None = None
+
+    def hashes(self, seeds_XB: Tensor, tp_region: TPRegion) -> Tensor:
+        """Return a hash of each token of this rank for seeds [..., B] of the samples, [..., B, s]."""
+        seeds = seeds_XB[..., None] if self.rows is None else seeds_XB[..., tp_region.scatter_to_sp(self.rows)]
+        return mix_seed(seeds, tp_region.scatter_to_sp(self.positions))
+
+
+@dataclass(frozen=True)
 class DropoutMask:
     """Dropout at one site, given by a hash for each token [B, s] and each feature [H]."""
 
@@ -88,7 +106,7 @@ def no_dropout(names: Iterable[str]) -> DropoutMasks:
 
 
 def make_dropout_masks(
-    config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, positions: Tensor, names: Sequence[str]
+    config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, places: TokenPlaces, names: Sequence[str]
 ) -> DropoutMasks:
     """Return the dropout masks of the layers `names`.
 
@@ -96,7 +114,7 @@ def make_dropout_masks(
         config: The decoder's config, with the dropout rates.
         tp_region: Shards positions (sequence parallelism) and heads over tensor-parallel ranks.
         seeds_B: The samples' seeds (`sample_seeds`).
-        positions: Position ids [S] of this rank's tokens, inside a tensor-parallel region.
+        places: Of this rank's tokens, inside a tensor-parallel region.
         names: Names of layers, which are their global indices.
     """
     if not config.needs_seeds:
@@ -107,8 +125,8 @@ def make_dropout_masks(
     dropout_masks: list[tuple[DropoutMask | None, DropoutMask | None]] = [(None, None)] * len(names)
     embedding = None
     if config.hidden_dropout or config.embedding_dropout:
-        feature_hashes = hash_ids(torch.arange(config.hidden_size, device=positions.device))
-        token_hashes = mix_seed(torch.cat((seeds[:1], attention, mlp))[..., None], tp_region.scatter_to_sp(positions))
+        feature_hashes = hash_ids(torch.arange(config.hidden_size, device=seeds_B.device))
+        token_hashes = places.hashes(torch.cat((seeds[:1], attention, mlp)), tp_region)
         first, *rest = token_hashes.unbind()
         embedding = DropoutMask(first, feature_hashes, config.embedding_dropout) if config.embedding_dropout else None
         each = [
@@ -118,9 +136,9 @@ def make_dropout_masks(
         dropout_masks = list(zip(each[: len(names)], each[len(names) :], strict=True))
     heads: Sequence[Tensor | None] = [None] * len(names)
     if config.attention.dropout:
-        mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=positions.device))
+        mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=seeds_B.device))
         heads = mix_seed(attention_weights[..., None], mine).unbind()
-    jitters = _router_jitters(config, tp_region, seeds_B, positions, names)
+    jitters = _router_jitters(config, tp_region, seeds_B, places, names)
     layers = {
         name: LayerDropoutMasks(*pair, head, jitter)
         for name, pair, head, jitter in zip(names, dropout_masks, heads, jitters, strict=True)
@@ -129,15 +147,15 @@ def make_dropout_masks(
 
 
 def _router_jitters(
-    config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, positions: Tensor, names: Sequence[str]
+    config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, places: TokenPlaces, names: Sequence[str]
 ) -> Sequence[RouterJitter | None]:
     """Return the jitter of each layer's router, with the arguments of `make_dropout_masks`."""
     if config.moe is None or not config.moe.input_jitter:
         return [None] * len(names)
     sites = torch.tensor([_JITTER_SITES + int(name) for name in names])
     seeds_LB = mix_seed(seeds_B, copy_to_device(sites, seeds_B.device)[:, None])
-    token_hashes = mix_seed(seeds_LB[..., None], tp_region.scatter_to_sp(positions))
-    feature_hashes = hash_ids(torch.arange(config.hidden_size, device=positions.device))
+    token_hashes = places.hashes(seeds_LB, tp_region)
+    feature_hashes = hash_ids(torch.arange(config.hidden_size, device=seeds_B.device))
     return [RouterJitter(hashes, feature_hashes, config.moe.input_jitter) for hashes in token_hashes.unbind()]
 
 

@@ -40,6 +40,7 @@ from megalaunch.engine.model.attention.flex_attention import FlexMask, flex_atte
 from megalaunch.engine.model.attention.package_attention import package_attention
 from megalaunch.engine.model.attention.partial_attention import BlockwisePart, FlexPart, PartialAttention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
+from megalaunch.engine.model.dropout import TokenPlaces
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.engine.parallel.te_ring_attention import te_ring_attention
 from megalaunch.plan.attention_choice import TakenBackend, TakenBackends, taken_backends
@@ -103,6 +104,10 @@ class ContextParallel:
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""
         return cp_positions(num_tokens * self.axis.size, self.axis, device)
+
+    def token_places(self, num_tokens: int, documents_Bs: Tensor | None, device: torch.device) -> TokenPlaces:
+        """Return the position ids of this rank's tokens; each row is of one sample."""
+        return TokenPlaces(self.position_ids(num_tokens, device))
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device

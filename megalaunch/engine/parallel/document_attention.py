@@ -39,8 +39,21 @@ from megalaunch.plan.attention_choice import TakenBackend
 _BUNDLE = 256
 _NO_DOCUMENT, _OTHER_DOCUMENT = -1, -2  # of keys that are padding, and of queries of the other call
 
-AttentionCalls = Sequence[tuple[int, int, AttentionFn]]
-"""The attention calls of a rank, in order: number of queries, number of keys, and the function."""
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call of a rank: numbers of queries and keys, and the function.
+
+    `row` is the sample in the microbatch whose dropout masks the weights have; None: none are dropped.
+    """
+
+    queries: int
+    keys: int
+    attend: AttentionFn
+    row: int | None = None
+
+
+AttentionCalls = Sequence[AttentionCall]
 
 
 class DocumentAttention(Protocol):
@@ -60,38 +73,44 @@ def document_attention(
     window: int | None,
     backend: TakenBackend,
     device: torch.device,
+    dropped_length: int | None = None,
 ) -> DocumentAttention:
-    """Return attention of a rank's documents by a backend."""
+    """Return attention of a rank's documents by a backend.
+
+    `dropped_length` is the number of tokens of a sample if attention weights are dropped; None: they are not.
+    """
     if backend == "flex":
         return _FlexCalls.of(partition, plan, rank, window, device)
     chunks = partition.ranks[rank]
-    full = tuple(p.num_tokens for p in chunks if partition.is_full_document(p))
-    split = [p for p in chunks if not partition.is_full_document(p)]
+    full = [chunk for chunk in chunks if partition.is_full_document(chunk)]
+    split = [chunk for chunk in chunks if not partition.is_full_document(chunk)]
     if backend in RUN_KERNELS:
-        calls = partial(_call_of_pieces, backend, window)
-        queries, keys = tuple(p.num_tokens for p in split), tuple(p.stop for p in split)
-        made = _Calls(plan, calls(full, full), calls(queries, keys), device)
-    elif backend == "auto":
-        made = _Calls(plan, _selected_calls(full, window, device), [_chunk_call(p, window) for p in split], device)
-    elif backend in ("flash", "math"):
-        made = _Calls(plan, _block_call(full, window, backend), [_block_chunk(p, window, backend) for p in split], device)
-    else:
+        of_pieces = partial(_call_of_pieces, backend, window)
+        return _Calls(plan, of_pieces(full), of_pieces(split), device)
+    if backend not in ("auto", "flash", "math"):
         raise ValueError(f"attention_backend={backend} does not work with dynamic context parallelism")
-    return made
+    if dropped_length is not None:
+        dropped = partial(_dropped_call, partition, dropped_length, window, backend)
+        return _Calls(plan, list(map(dropped, full)), list(map(dropped, split)), device)
+    lengths = tuple(chunk.num_tokens for chunk in full)
+    if backend == "auto":
+        calls = [_chunk_call(chunk, window) for chunk in split]
+        return _Calls(plan, _selected_calls(lengths, window, device), calls, device)
+    calls = [_block_chunk(chunk, window, backend) for chunk in split]
+    return _Calls(plan, _block_call(lengths, window, backend), calls, device)
 
 
 class _Calls:
     """Calls on consecutive queries, each with keys of its own, in the order of documents."""
 
-    def __init__(
-        self, plan: KVExchangePlan, full: AttentionCalls, split: AttentionCalls, device: torch.device
-    ) -> None:
+    def __init__(self, plan: KVExchangePlan, full: AttentionCalls, split: AttentionCalls, device: torch.device) -> None:
         self._full_tokens, self._full, self._split = plan.full_document_tokens, full, split
         self._key_indices = _on_device(plan.key_indices, device)
 
     def attend_full(self, q_NcD: Tensor, k_GcD: Tensor, v_GcF: Tensor, scoring: ScoreMod) -> list[Tensor]:
         """Return the outputs of full documents, the rank's first tokens."""
-        return _run_calls(self._full, *(x[:, : self._full_tokens] for x in (q_NcD, k_GcD, v_GcF)), scoring)
+        q, k, v = (x[:, : self._full_tokens] for x in (q_NcD, k_GcD, v_GcF))
+        return _run_calls(self._full, q, k, v, scoring)
 
     def attend_split(self, q_NcD: Tensor, k_GtD: Tensor, v_GtF: Tensor, scoring: ScoreMod) -> list[Tensor]:
         """Return the outputs of the other tokens."""
@@ -105,17 +124,17 @@ def _run_calls(calls: AttentionCalls, q: Tensor, k: Tensor, v: Tensor, scoring: 
     """Run the attention calls; return the output of each, [N, ., F]."""
     if not calls:
         return []
-    queries = torch.split(q, [count for count, _, _ in calls], dim=1)
-    keys, values = (torch.split(x, [count for _, count, _ in calls], dim=1) for x in (k, v))
+    queries = torch.split(q, [call.queries for call in calls], dim=1)
+    keys, values = (torch.split(x, [call.keys for call in calls], dim=1) for x in (k, v))
     return [
-        attend(one_q[None], one_k[None], one_v[None], scoring)[0]
-        for one_q, one_k, one_v, (_, _, attend) in zip(queries, keys, values, calls, strict=True)
+        call.attend(one_q[None], one_k[None], one_v[None], scoring.of_row(call.row))[0]
+        for one_q, one_k, one_v, call in zip(queries, keys, values, calls, strict=True)
     ]
 
 
 def _selected_calls(lengths: Sequence[int], window: int | None, device: torch.device) -> AttentionCalls:
     """Return one attention call for each long document; short ones share masked calls."""
-    made: list[tuple[int, int, AttentionFn]] = []
+    made: list[AttentionCall] = []
     for bundle in _group_short_documents(lengths):
         tokens = sum(bundle)
         attend: AttentionFn = partial(causal_attention, window=window)
@@ -123,7 +142,7 @@ def _selected_calls(lengths: Sequence[int], window: int | None, device: torch.de
             documents = _on_device(np.repeat(np.arange(len(bundle)), bundle), device)[None]
             positions = torch.arange(tokens, device=device)
             attend = masked_attention(make_mask(positions, positions, documents, documents, window))
-        made.append((tokens, tokens, attend))
+        made.append(AttentionCall(tokens, tokens, attend))
     return made
 
 
@@ -138,32 +157,41 @@ def _group_short_documents(lengths: Sequence[int]) -> list[list[int]]:
     return bundles
 
 
-def _chunk_call(chunk: DocumentChunk, window: int | None) -> tuple[int, int, AttentionFn]:
+def _chunk_call(chunk: DocumentChunk, window: int | None) -> AttentionCall:
     """Return the attention call of a chunk's queries over the keys of its document up to the chunk's end."""
     if chunk.start == 0:
-        return chunk.num_tokens, chunk.stop, partial(causal_attention, window=window)
+        return AttentionCall(chunk.num_tokens, chunk.stop, partial(causal_attention, window=window))
     return _block_chunk(chunk, window, "auto")
 
 
-def _block_chunk(chunk: DocumentChunk, window: int | None, kernel: BlockBackend) -> tuple[int, int, AttentionFn]:
+def _block_chunk(chunk: DocumentChunk, window: int | None, kernel: BlockBackend) -> AttentionCall:
     """Return the same call by blocks."""
     mask = make_block_mask((range(chunk.start, chunk.stop),), (range(chunk.stop),), window)
-    return chunk.num_tokens, chunk.stop, blockwise_attention(mask, kernel)
+    return AttentionCall(chunk.num_tokens, chunk.stop, blockwise_attention(mask, kernel))
+
+
+def _dropped_call(
+    partition: DocumentPartition, length: int, window: int | None, kernel: BlockBackend, chunk: DocumentChunk
+) -> AttentionCall:
+    """Return the same call with dropout, by blocks whose positions are those in the sample of `length` tokens."""
+    row, first = divmod(int(partition.first[chunk.document]), length)
+    queries = range(first + chunk.start, first + chunk.stop)
+    mask = make_block_mask((queries,), (range(first, queries.stop),), window)
+    return AttentionCall(chunk.num_tokens, chunk.stop, blockwise_attention(mask, kernel), row)
 
 
 def _block_call(lengths: tuple[int, ...], window: int | None, kernel: BlockBackend) -> AttentionCalls:
     """Return the attention call of full documents by blocks."""
     tokens = (range(sum(lengths)),)
     attend = blockwise_attention(make_block_mask(tokens, tokens, window, (lengths,)), kernel)
-    return [(sum(lengths), sum(lengths), attend)] if lengths else []
+    return [AttentionCall(sum(lengths), sum(lengths), attend)] if lengths else []
 
 
-def _call_of_pieces(
-    backend: TakenBackend, window: int | None, queries: tuple[int, ...], keys: tuple[int, ...]
-) -> AttentionCalls:
+def _call_of_pieces(backend: TakenBackend, window: int | None, chunks: Sequence[DocumentChunk]) -> AttentionCalls:
     """Return the call of a kernel that takes the lengths of documents."""
+    queries, keys = tuple(chunk.num_tokens for chunk in chunks), tuple(chunk.stop for chunk in chunks)
     attend = pieces_attention(RUN_KERNELS[backend], queries, keys, window)
-    return [(sum(queries), sum(keys), attend)] if queries else []
+    return [AttentionCall(sum(queries), sum(keys), attend)] if queries else []
 
 
 @dataclass(frozen=True)
@@ -199,8 +227,11 @@ class _FlexCalls:
 
         def attention(chosen: NDArray[np.bool_], seen: tuple[Flat, Flat]) -> AttentionFn | None:
             queries = np.where(chosen, documents[:count], _OTHER_DOCUMENT), positions[:count]
-            tokens = [DocumentTokens(_on_device(of, device), _on_device(at, device)) for of, at in (queries, seen)]
-            return flex_attention_of(FlexMask.by_token(*tokens, window=window)) if chosen.any() else None
+            of_queries, of_keys = (
+                DocumentTokens(_on_device(numbers, device), _on_device(places, device))
+                for numbers, places in (queries, seen)
+            )
+            return flex_attention_of(FlexMask.by_token(of_queries, of_keys, window)) if chosen.any() else None
 
         own_keys = documents[:count], positions[:count]
         return cls(attention(is_full, own_keys), attention(~is_full, keys), plan.full_document_tokens, room)
@@ -215,7 +246,8 @@ class _FlexCalls:
         """Return the outputs of the other tokens."""
         if self.split is None:
             return []
-        keys, values = (F.pad(x, (0, 0, 0, self.room - x.shape[1])) for x in (k_GtD, v_GtF))
+        missing = self.room - k_GtD.shape[1]
+        keys, values = (F.pad(x, (0, 0, 0, missing)) if missing else x for x in (k_GtD, v_GtF))
         return [self.split(q_NcD[None], keys[None], values[None], scoring)[0, :, self.full_tokens :]]
 
 

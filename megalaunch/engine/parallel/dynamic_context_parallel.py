@@ -27,7 +27,8 @@ from megalaunch.engine.collectives import AsyncCollective, all_to_all_v_async
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.attention.documents import DocumentLengths, document_lengths
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
-from megalaunch.engine.parallel.document_attention import document_attention
+from megalaunch.engine.model.dropout import TokenPlaces
+from megalaunch.engine.parallel.document_attention import DocumentAttention, document_attention
 from megalaunch.engine.parallel.document_partition import (
     DocumentPartition,
     KVExchangePlan,
@@ -35,7 +36,7 @@ from megalaunch.engine.parallel.document_partition import (
     partition_documents,
 )
 from megalaunch.engine.platform.host_copy import copy_to_device
-from megalaunch.plan.attention_choice import TakenBackend, TakenBackends
+from megalaunch.plan.attention_choice import TakenBackends
 
 
 def local_token_indices(documents_BS: Tensor, axis: Axis, lengths: DocumentLengths = document_lengths) -> Tensor:
@@ -49,16 +50,26 @@ class DynamicContextParallel:
     """Dynamic context parallelism of one rank (`ContextParallelism`).
 
     Every rank gets the document ids of whole samples and computes the same partition from them. `lengths` reads them;
-    fake tensors need another function. `backends` are the kernels of attention.
+    fake tensors need another function. `backends` are the kernels of attention, `drops` says whether its weights
+    are dropped.
     """
 
     axis: Axis
     lengths: DocumentLengths = document_lengths
     backends: TakenBackends = TakenBackends()
+    drops: bool = False
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Raise ValueError: the position ids depend on the documents and come with the batch."""
         raise ValueError("dynamic context parallelism needs position ids in the batch")
+
+    def token_places(self, num_tokens: int, documents_Bs: Tensor | None, device: torch.device) -> TokenPlaces:
+        """Return the sample and the position there of each token; a row has tokens of several samples."""
+        if documents_Bs is None:
+            raise ValueError("dynamic context parallelism needs document ids in the batch")
+        tokens = copy_to_device(local_token_indices(documents_Bs, self.axis, self.lengths), device)
+        length = documents_Bs.shape[1]
+        return TokenPlaces(tokens % length, tokens // length)
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
@@ -71,22 +82,29 @@ class DynamicContextParallel:
             raise ValueError("dynamic context parallelism needs document ids in the batch")
         partition = partition_documents(self.lengths(documents_Bs), self.axis.size)
         plan = make_exchange_plan(partition, self.axis.rank)
+        dropped_length = documents_Bs.shape[1] if self.drops else None
         made = {
-            window: _attention(partition, plan, self.axis, window, self.backends.of(window), device)
+            window: _attention(
+                document_attention(
+                    partition, plan, self.axis.rank, window, self.backends.of(window), device, dropped_length
+                ),
+                partition,
+                plan,
+                self.axis,
+                device,
+            )
             for window in set(windows)
         }
         return [made[window] for window in windows]
 
 
 def _attention(
+    documents: DocumentAttention,
     partition: DocumentPartition,
     plan: KVExchangePlan,
     axis: Axis,
-    window: int | None,
-    backend: TakenBackend,
     device: torch.device,
 ) -> AttentionFn:
-    documents = document_attention(partition, plan, axis.rank, window, backend, device)
     send_indices = copy_to_device(torch.from_numpy(plan.send_indices), device)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsF: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:

@@ -201,7 +201,8 @@ def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) ->
     if mesh.cp.size == 1:
         return NoContextParallel(readers.document_lengths, backends)
     if spec.parallel.dynamic_context_parallel:
-        return DynamicContextParallel(mesh.cp, readers.document_lengths, backends)
+        drops = spec.model.attention_dropout > 0
+        return DynamicContextParallel(mesh.cp, readers.document_lengths, backends, drops)
     return ContextParallel.build(spec, mesh, readers.document_lengths)
 
 

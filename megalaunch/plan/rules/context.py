@@ -195,22 +195,6 @@ def dynamic_cp_latent(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.dynamic_cp_dropout", "Dropout is off with dynamic_context_parallel.")
-def dynamic_cp_dropout(at: RuleContext) -> Iterator[Violation]:
-    """Dropout is seeded by sample and position; with documents assigned by length a rank has tokens of several
-    samples.
-    """
-    model = at.spec.model
-    keys = ("hidden_dropout", "embedding_dropout", "attention_dropout")
-    rates = {key: getattr(model, key) for key in keys if getattr(model, key)}
-    if at.spec.parallel.dynamic_context_parallel and at.spec.parallel.cp > 1 and rates:
-        message = (
-            "dynamic_context_parallel mixes samples on a rank, "
-            f"but {' and '.join(rates)} is seeded by sample and position"
-        )
-        yield _dynamic(at, message, {}, {f"model.{key}": 0.0 for key in rates})
-
-
 @rule("parallel.dynamic_cp_router", "With dynamic_context_parallel nothing in a router depends on samples.")
 def dynamic_cp_router(at: RuleContext) -> Iterator[Violation]:
     """With documents assigned by length a rank has tokens of several samples, without their positions in them."""
@@ -222,8 +206,6 @@ def dynamic_cp_router(at: RuleContext) -> Iterator[Violation]:
         off["choice"] = "scores"
     if moe.capacity_factor is not None:
         off |= {"capacity_factor": None, "drop_policy": "probs", "pad_to_capacity": False}
-    if moe.input_jitter:
-        off["input_jitter"] = 0.0
     if at.spec.parallel.dynamic_context_parallel and at.spec.parallel.cp > 1 and at.has_experts and off:
         keys = " and ".join(f"moe.{key}" for key in off if key not in ("drop_policy", "pad_to_capacity"))
         message = f"dynamic_context_parallel mixes samples on a rank, but {keys} needs to know the sample of a token"

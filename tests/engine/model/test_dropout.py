@@ -13,7 +13,15 @@ from megalaunch.engine.model.attention import online_softmax
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.attention.online_softmax import attention
 from megalaunch.engine.model.attention.score_mod import ScoreMod, softcap
-from megalaunch.engine.model.dropout import DropoutMask, hash_ids, keep_mask, make_dropout_masks, mix_seed, sample_seeds
+from megalaunch.engine.model.dropout import (
+    DropoutMask,
+    TokenPlaces,
+    hash_ids,
+    keep_mask,
+    make_dropout_masks,
+    mix_seed,
+    sample_seeds,
+)
 from megalaunch.engine.model.tp_region import NO_TP
 
 CPU = torch.device("cpu")
@@ -157,7 +165,7 @@ def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     init_weights(ours, 0)
     _copy(ours, theirs)
     streams, positions = sample_seeds(0, range(3), CPU), torch.arange(24)
-    drops = make_dropout_masks(ours.config, NO_TP, streams, positions, list(ours.layers))
+    drops = make_dropout_masks(ours.config, NO_TP, streams, TokenPlaces(positions), list(ours.layers))
     layers = drops.layers.values()
 
     def weights(seeds):

@@ -42,11 +42,14 @@ def _uneven_on_ranks(spec: RunSpec) -> Numbers | None:
     return on_ranks(spec, every_stage=spec.parallel.pp > 1)
 
 
+SHAPE = {"model__vocab_size": 64, "model__num_attention_heads": 8, "model__head_dim": 4, "model__num_layers": 4}
+PACKED = {"data__reset_attention_mask": True}
+DEALT = {**SHAPE, **PACKED, "parallel__dynamic_context_parallel": True, "parallel__cp": 2}
+
+
 def _held_to_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, **values: Any) -> None:
     monkeypatch.setattr(oracle, "samples_of", lambda spec: Uneven())
-    shape = {"model__vocab_size": 64, "model__num_attention_heads": 8, "model__head_dim": 4, "model__num_layers": 4}
-    dealt = {"parallel__dynamic_context_parallel": True, "data__reset_attention_mask": True}
-    spec = small_spec(**{**shape, **dealt, "parallel__cp": 2, **values})
+    spec = small_spec(**{**DEALT, **values})
     assert_same(joined_stages(run_ranks(ranks, _uneven_on_ranks, spec)), one_process(spec))
 
 
@@ -91,6 +94,29 @@ def test_with_data_parallelism(monkeypatch, sharding):
 def test_with_stages(monkeypatch, schedule):
     stages = {"parallel__pp": 2, "parallel__schedule": schedule, "parallel__vpp": 2 if schedule == "zbv" else None}
     _held_to_one_process(monkeypatch, 4, **stages)
+
+
+DROPOUT = {"model__hidden_dropout": 0.2, "model__embedding_dropout": 0.1, "model__attention_dropout": 0.3}
+JITTER: dict[str, Any] = {"model__moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "input_jitter": 0.3}}
+DROPPING: dict[str, dict[str, Any]] = {
+    "two ranks": {},
+    "math, windows": {"model__attention_backend": "math", "model__sliding_window": 5},
+    "four ranks, recomputed": {"parallel__cp": 4, "recompute__granularity": "full"},
+    "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True},
+    "pp2": {"parallel__pp": 2, "parallel__schedule": "1f1b"},
+    "jitter of routers": {"parallel__tp": 2, "parallel__sequence_parallel": True, **JITTER},
+}
+
+
+@pytest.mark.parametrize("layout", slow_but(DROPPING, "two ranks", every=["tp2 sp", "jitter of routers"]))
+def test_dropout_is_that_of_each_tokens_sample(layout):
+    """Held to one rank with whole samples: the plain reference passes documents through the model one by one."""
+    values = DROPPING[layout]
+    ranks = 2 if layout in ("two ranks", "math, windows") else 4
+    model = DROPOUT | {key: value for key, value in values.items() if key.startswith("model__")}
+    alone = small_spec(**{**SHAPE, **PACKED, "parallel__dp": 1, **model})
+    found = run_ranks(ranks, _uneven_on_ranks, small_spec(**{**DEALT, **DROPOUT, **values}))
+    assert_same(joined_stages(found), joined_stages(run_ranks(1, _uneven_on_ranks, alone)))
 
 
 LENGTHS = (

@@ -102,7 +102,6 @@ CASES = {
     "parallel.dynamic_cp_latent": Case(
         "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
     ),
-    "parallel.dynamic_cp_dropout": Case("parallel=cp2 model.hidden_dropout=0.1", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_router": Case(
         "parallel=cp2 model.moe.capacity_factor=1",
         "parallel=cp2",

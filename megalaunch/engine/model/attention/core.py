@@ -23,6 +23,7 @@ from megalaunch.engine.model.attention.documents import DocumentLengths, documen
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.attention.online_softmax import attention
 from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod
+from megalaunch.engine.model.dropout import TokenPlaces
 from megalaunch.kernels.causal_attention import causal_sdpa
 from megalaunch.plan.attention_backends import DENSE_MASK_TOKENS
 from megalaunch.plan.attention_choice import TakenBackend, TakenBackends
@@ -33,6 +34,9 @@ class ContextParallelism(Protocol):
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids in the sample of this rank's `num_tokens` tokens, [s] int64."""
+
+    def token_places(self, num_tokens: int, documents_Bs: Tensor | None, device: torch.device) -> TokenPlaces:
+        """Return where this rank's tokens are in the samples of a microbatch; arguments as of `make_attention`."""
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
@@ -60,6 +64,10 @@ class NoContextParallel:
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return 0, 1, ..."""
         return torch.arange(num_tokens, device=device)
+
+    def token_places(self, num_tokens: int, documents_Bs: Tensor | None, device: torch.device) -> TokenPlaces:
+        """Return 0, 1, ... of each row."""
+        return TokenPlaces(self.position_ids(num_tokens, device))
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
