@@ -186,15 +186,6 @@ def dynamic_cp_compile(at: RuleContext) -> Iterator[Violation]:
         yield _dynamic(at, message, {}, {"train.compile": False})
 
 
-@rule("parallel.dynamic_cp_latent", "dynamic_context_parallel is off with latent attention.")
-def dynamic_cp_latent(at: RuleContext) -> Iterator[Violation]:
-    """Latent attention all-gathers its latent over one fixed group."""
-    if at.spec.parallel.dynamic_context_parallel and at.spec.model.mla.kv_lora_rank is not None:
-        yield _dynamic(
-            at, f"dynamic_context_parallel does not support the latent attention of {at.spec.model.name}", {}
-        )
-
-
 @rule("parallel.dynamic_cp_router", "With dynamic_context_parallel nothing in a router depends on samples.")
 def dynamic_cp_router(at: RuleContext) -> Iterator[Violation]:
     """With documents assigned by length a rank has tokens of several samples, without their positions in them."""

@@ -27,6 +27,7 @@ LENGTHS = (
     ((3, 21), (2, 2, 2, 2, 2, 2, 12)),
 )
 TOKENS = sum(LENGTHS[0][0])
+VALUES = ((2, TOKENS, 8), (4, TOKENS, 8))
 NAMES: tuple[TakenBackend, ...] = ("auto", "flash", "math", "flex", "varlen", "flash_attn", "te")
 CASES = [(name, scores) for name in NAMES for scores in ("plain", "cap", "sinks", "both")]
 
@@ -48,9 +49,9 @@ def kernels(monkeypatch):
 
 
 def _inputs() -> list[Tensor]:
-    """Queries, keys, values and the gradient of the output."""
+    """Queries, keys, values, which are narrower as those of latent attention, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, heads, TOKENS, 16, generator=generator) for heads in (4, 2, 2, 4)]
+    return [torch.randn(2, *shape, generator=generator) for shape in ((4, TOKENS, 16), (2, TOKENS, 16), *VALUES)]
 
 
 def _scoring(scores: str) -> ScoreMod:
@@ -69,7 +70,7 @@ def _dealt(
     partition = partition_documents(tuple(length for row in lengths for length in row), ranks)
     q, k, v, dout = (_flat(x) for x in _inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = torch.empty_like(q)
+    out = torch.empty_like(dout)
     for rank in range(ranks):
         plan = make_exchange_plan(partition, rank)
         own = partition.local_token_indices(rank)

@@ -29,6 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2 ring, dropping": {"parallel__cp": 2, "parallel__cp_comm_type": "p2p", **DROPPING},
     "cp2 allgather, packed": {"parallel__cp": 2, "parallel__cp_comm_type": "allgather", **PACKED},
     "cp2 a2a, packed": {"parallel__cp": 2, "parallel__cp_comm_type": "a2a", **PACKED},
+    "cp2 dynamic": {"parallel__cp": 2, "parallel__dynamic_context_parallel": True, **PACKED},
+    "cp4 dynamic": {"parallel__cp": 4, "parallel__dynamic_context_parallel": True, **PACKED},
+    "tp2 cp2 dynamic, recomputed": {
+        "parallel__cp": 2,
+        "parallel__dynamic_context_parallel": True,
+        **SPLIT,
+        **PACKED,
+        **SELECTIVE,
+        "recompute__modules": ["mla_up", "attention"],
+    },
     "tp2 cp2": {"parallel__cp": 2, **SPLIT},
     "tp2 dropping": {**SPLIT, **DROPPING},
     "tp2 recomputed": {**SPLIT, **SELECTIVE, "recompute__modules": ["attention", "norm", "activation"]},
@@ -65,7 +75,7 @@ def _spec(**values: Any) -> Any:
     return small_spec(**few_samples({**shape, **values}))
 
 
-DAILY = ("zbv", "cp2 ring, packed", "cp2 a2a, packed", "tp2 dropping", "tp2 rings", "offloaded")
+DAILY = ("zbv", "cp2 ring, packed", "cp2 a2a, packed", "cp2 dynamic", "tp2 dropping", "tp2 rings", "offloaded")
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, "tp2 up projections recomputed", every=DAILY))

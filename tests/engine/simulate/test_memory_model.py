@@ -436,6 +436,7 @@ CASES += [
     Case("cp2", 2, (2, 1, 2048), LAYER, (FEW_WORDS, SINKS, *DEALT)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, SOFT_CAP, *DEALT)),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, *DEALT)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, *DEALT), shape=LATENT),
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, *DEALT)),
     Case("cp4", 4, (4, 1, 4096), LAYER, (FEW_WORDS, *DEALT)),
     Case("cp4", 4, (4, 1, 4096), LAYER, (FEW_WORDS, SOFT_CAP, SINKS, *DEALT)),

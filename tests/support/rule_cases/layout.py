@@ -99,9 +99,6 @@ CASES = {
     ),
     "parallel.dynamic_cp_needs_cp": Case("parallel=dp2", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_compile": Case("parallel=cp2 train.compile=true", "parallel=cp2 train.compile=false", DYNAMIC),
-    "parallel.dynamic_cp_latent": Case(
-        "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
-    ),
     "parallel.dynamic_cp_router": Case(
         "parallel=cp2 model.moe.capacity_factor=1",
         "parallel=cp2",
