@@ -17,13 +17,8 @@ from torch import Tensor
 from megalaunch.kernels.forms import on_cpu, prescribes_forms
 from megalaunch.platform.detect import cpu_bf16_unit
 
-_read_unit = cache(cpu_bf16_unit)
+_unit = cache(cpu_bf16_unit)
 _ROWS = 64  # with fewer rows, converting the other matrix takes longer than is saved
-
-
-@torch.compiler.assume_constant_result  # a read of a file cannot be compiled
-def _unit() -> str | None:
-    return _read_unit()
 
 
 def use_fp32_matmul(x: Tensor) -> bool:

@@ -1,17 +1,13 @@
 """Matmuls in fp32 of bf16 operands, where the CPU is slow in bf16: they round once."""
 
-from functools import cache
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megalaunch.kernels import matmul as products
 from megalaunch.kernels.matmul import linear, matmul, use_fp32_matmul
-from megalaunch.platform.detect import cpu_bf16_unit
 
 NARROW = torch.bfloat16
-UNIT = products._unit
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +23,6 @@ def test_what_is_widened(monkeypatch):
     assert not use_fp32_matmul(many)
     monkeypatch.setattr(products, "_unit", lambda: "AMX")
     assert not use_fp32_matmul(many.to(NARROW))
-
-
-def test_a_compiled_linear_is_one_graph(monkeypatch):
-    monkeypatch.setattr(products, "_unit", UNIT)
-    monkeypatch.setattr(products, "_read_unit", cache(cpu_bf16_unit))
-    x, weight = torch.randn(64, 8, dtype=NARROW), torch.randn(4, 8, dtype=NARROW, requires_grad=True)
-    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, weight), linear(x, weight))
 
 
 def test_outputs_and_gradients_are_rounded_once():
