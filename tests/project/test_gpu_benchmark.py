@@ -337,12 +337,15 @@ def test_a_process_that_would_disturb_the_next_case_is_replaced(rows_of):
 
 NOTES = """
 import sys, time
-notes, seconds, out, *names = sys.argv[1:]
+notes, awaited, out, *names = sys.argv[1:]
 def note(word):
     with open(notes, "a") as file:
         file.write(word + " " + names[0] + "\\n")
 note("start")
-time.sleep(float(seconds))
+deadline = time.monotonic() + 60
+while not set(filter(None, awaited.split(","))) <= set(open(notes).read().splitlines()) and time.monotonic() < deadline:
+    time.sleep(0.02)
+time.sleep(0.5 if awaited.startswith("end") else 0)  # what does not wait for this one goes on meanwhile
 note("end")
 for name in names:
     kind, case = name.split(": ")
@@ -353,14 +356,17 @@ for name in names:
 
 @pytest.fixture
 def notes_of(tmp_path, monkeypatch, known_machine):
-    """Measure parts, with processes that compile ahead for some seconds; return rows and when each process ran."""
+    """Measure parts, with processes that write notes when they start and end; return rows and notes.
+
+    A process that compiles ahead ends after the note `ahead_of`, one that runs the case c after those of `c_after`.
+    """
     program, notes = tmp_path / "program.py", tmp_path / "notes"
     program.write_text(NOTES)
 
-    def run(parts, seconds_ahead):
+    def run(parts, ahead_of, c_after=""):
         def start(setting, out, names, log):
-            seconds = seconds_ahead if setting.ahead else 0.0
-            command = [sys.executable, "-S", str(program), str(notes), str(seconds), str(out), *names]
+            awaited = ahead_of if setting.ahead else c_after if [*names] == ["x: c"] else ""
+            command = [sys.executable, "-S", str(program), str(notes), awaited, str(out), *names]
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
         monkeypatch.setattr(gpu, "_start", start)
@@ -374,21 +380,21 @@ def notes_of(tmp_path, monkeypatch, known_machine):
 TO_COMPILE = Part({"x: a": Cost(0, 10, 10), "x: b": Cost(0, 10, 10)}, "x", "x")
 
 
-def test_code_is_compiled_beside_the_checks_and_before_anything_is_timed(notes_of, monkeypatch):
+def test_code_is_compiled_during_the_checks_and_before_anything_is_timed(notes_of, monkeypatch):
     monkeypatch.setattr(parts, "START_SECONDS", 2)
-    rows, notes = notes_of([TO_COMPILE, part("x", "c", seconds=0, process="checks")][::-1], 1.0)
+    checks = part("x", "c", seconds=20, process="checks")
+    rows, notes = notes_of([TO_COMPILE, checks][::-1], "end x: c", "start x: a,start x: b")
     assert [row["case"] for row in rows] == ["c", "a", "b"]
-    ahead = sorted(notes[:3])
-    assert ahead == ["start x: a", "start x: b", "start x: c"]
-    assert notes.index("end x: c") < notes.index("end x: a")
-    assert notes[-2:] == ["start x: a", "end x: a"]  # the run
-    assert notes.count("end x: a") == 2
+    assert sorted(notes[:3]) == ["start x: a", "start x: b", "start x: c"]
+    assert notes[3] == "end x: c"
+    assert sorted(notes[4:6]) == ["end x: a", "end x: b"]
+    assert notes[6:] == ["start x: a", "end x: a"]  # the run
 
 
 def test_a_process_that_compiles_for_too_long_is_stopped(notes_of, monkeypatch):
     monkeypatch.setattr(parts, "START_SECONDS", 0)
     quick = Part({"x: a": Cost(0, 0.5, 0.5), "x: b": Cost(0, 0.5, 0.5)}, "x", "x")
-    rows, notes = notes_of([quick], 60.0)
+    rows, notes = notes_of([quick], "a note that nobody writes")
     assert [row["case"] for row in rows] == ["a", "b"]
     assert notes[-2:] == ["start x: a", "end x: a"]
     assert notes.count("end x: a") == 1
