@@ -7,7 +7,7 @@ on PYTHONPATH. `--device cpu --small` runs everything with tiny shapes on a proc
 
 First, while the quickstart and the tests run, several processes compile what the cases need; then the cases are timed
 one after another. Each has a time limit. A case that would exceed --seconds is left out: the report names it and the
-command that measures it, and --merge joins the results. --all adds what tells less, in two commands with --part 1/2
+command that measures it, and --merge joins the results. --all adds variants, in two commands with --part 1/2
 and 2/2. Results are in DIR after every case: results.json, report.md, log.txt.
 """
 
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="scripts/bench gpu", description="measure a GPU in one command", allow_abbrev=False
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json, report.md and log.txt")
-    parser.add_argument("--all", action="store_true", help="measure what tells less too: takes more than --seconds")
+    parser.add_argument("--all", action="store_true", help="measure variants too: takes more than --seconds")
     parser.add_argument("--part", type=_part, metavar="K/N", help="measure share K of N of all cases")
     parser.add_argument(
         "--only", nargs="+", default=[], help="run only those of all cases whose 'kind: case' has one of these words"
