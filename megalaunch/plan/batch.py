@@ -51,7 +51,13 @@ def get_rampup(spec: RunSpec) -> tuple[RampStage, ...]:
     batch = spec.batch
     if batch.rampup_batch_size is None:
         return (RampStage(0, batch.global_batch_size),)
-    return _parsed(batch.rampup_batch_size, batch.global_batch_size, batch.sequence_length)
+    return parse_rampup(batch.rampup_batch_size, batch.global_batch_size, batch.sequence_length)
+
+
+@lru_cache(maxsize=256)
+def parse_rampup(text: str, global_batch_size: int, sequence_length: int) -> tuple[RampStage, ...]:
+    """Return the stages of a rampup in either form (`parse_increments`, `parse_ramp`); raises RampError."""
+    return parse_increments(text, global_batch_size, sequence_length) or parse_ramp(text)
 
 
 def parse_increments(text: str, global_batch_size: int, sequence_length: int) -> tuple[RampStage, ...] | None:
@@ -103,7 +109,7 @@ def samples_after(spec: RunSpec, steps: int) -> int:
     A rampup that cannot be parsed counts as none; a rule reports it.
     """
     consumed = 0
-    for stage_steps, samples in _steps_per_stage(spec, steps):
+    for stage_steps, samples in _steps_per_stage(_stages(spec), spec.batch.sequence_length, steps):
         consumed += stage_steps * samples
     return consumed
 
@@ -134,8 +140,8 @@ def mean_batch_share(spec: RunSpec, first: int, last: int) -> float:
 
 def steps_per_stage(spec: RunSpec) -> tuple[int, ...]:
     """Return the steps of the run in each stage of its rampup (0: never reached); raises RampError."""
-    get_rampup(spec)
-    return tuple(steps for steps, _ in _steps_per_stage(spec, spec.train.steps))
+    by_stage = _steps_per_stage(get_rampup(spec), spec.batch.sequence_length, spec.train.steps)
+    return tuple(steps for steps, _ in by_stage)
 
 
 def tokens_per_step(spec: RunSpec) -> int:
@@ -150,11 +156,13 @@ def samples_requested(spec: RunSpec) -> int:
 
 def steps_by_size(spec: RunSpec, tokens: float) -> Iterator[tuple[float, int]]:
     """Yield (steps, samples per step) of each batch size until `tokens` are trained; the last step may be partial."""
-    left = tokens
-    for steps, samples in _steps_per_stage(spec, _UNLIMITED):
-        taken = min(float(steps), left / (samples * spec.batch.sequence_length))
-        left -= taken * samples * spec.batch.sequence_length
-        yield taken, samples
+    length = spec.batch.sequence_length
+    return _steps_for(tokens / length, _stages(spec), length)
+
+
+def steps_for_samples(samples: int, stages: tuple[RampStage, ...], sequence_length: int) -> float:
+    """Return the steps that train so many samples through the stages of a rampup; the last step may be partial."""
+    return sum(steps for steps, _ in _steps_for(samples, stages, sequence_length))
 
 
 def tokens_requested(spec: RunSpec) -> int:
@@ -184,11 +192,6 @@ def _short(tokens: int) -> str:
     return "0"
 
 
-@lru_cache(maxsize=256)
-def _parsed(text: str, global_batch_size: int, sequence_length: int) -> tuple[RampStage, ...]:
-    return parse_increments(text, global_batch_size, sequence_length) or parse_ramp(text)
-
-
 def _stages(spec: RunSpec) -> tuple[RampStage, ...]:
     try:
         return get_rampup(spec)
@@ -196,10 +199,18 @@ def _stages(spec: RunSpec) -> tuple[RampStage, ...]:
         return (RampStage(0, spec.batch.global_batch_size),)
 
 
-def _steps_per_stage(spec: RunSpec, steps: int) -> Iterator[tuple[int, int]]:
+def _steps_for(samples: float, stages: tuple[RampStage, ...], sequence_length: int) -> Iterator[tuple[float, int]]:
+    left = samples
+    for steps, size in _steps_per_stage(stages, sequence_length, _UNLIMITED):
+        taken = min(float(steps), left / size)
+        left -= taken * size
+        yield taken, size
+
+
+def _steps_per_stage(stages: tuple[RampStage, ...], sequence_length: int, steps: int) -> Iterator[tuple[int, int]]:
     """Yield (steps, samples per step) of each stage, within `steps` steps."""
-    stages, consumed, left = _stages(spec), 0, steps
-    ends: list[int | None] = [stage.tokens // spec.batch.sequence_length for stage in stages[1:]]
+    consumed, left = 0, steps
+    ends: list[int | None] = [stage.tokens // sequence_length for stage in stages[1:]]
     for stage, end in zip(stages, [*ends, None], strict=True):
         taken = left if end is None else min(left, max(0, -(-(end - consumed) // stage.samples)))
         consumed, left = consumed + taken * stage.samples, left - taken

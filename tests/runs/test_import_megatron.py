@@ -21,6 +21,7 @@ from megalaunch.schema.paths import value_at
 
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
 LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 20 --non-persistent-local-ckpt-dir /nvme/x"
+FSDP, OUTER = "--use-megatron-fsdp ", "--outer-dp-sharding-strategy "
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
@@ -108,24 +109,6 @@ def test_a_model_that_differs_in_little_is_named_and_one_that_differs_in_much_is
     imported = import_script(other, "x", "x")
     assert "model" not in imported.recipe.picked
     assert "family: qwen3\n" in imported.recipe.text
-
-
-def test_a_schedule_of_batches_that_bash_takes_apart_is_put_together():
-    text = f'A=({SMALL} --step-batch-size-schedule "0:4 2.4B:320")\ntorchrun x.py ${{A[@]}} --lr 1'
-    values = import_script(text, "x", "x").values
-    assert (values["batch.rampup_batch_size"], values["batch.global_batch_size"]) == ("0:4 2.4B:320", 320)
-
-
-def test_a_rampup_in_increments_keeps_its_three_numbers():
-    values = import_script(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 100", "x", "x").values
-    assert (values["batch.rampup_batch_size"], values["batch.global_batch_size"]) == ("16 16 100", 64)
-
-
-def test_the_schedule_of_a_rampup_ends_after_as_many_full_batches_as_megatron_has_steps():
-    ramp = "--global-batch-size 64 --rampup-batch-size 16 16 100 --train-iters 50 --lr-decay-style cosine"
-    assert import_script(f"{SMALL} {ramp}", "x", "x").values["schedule.decay_steps"] == 50
-    same = import_script(f"{SMALL} {ramp} --lr-decay-iters 50", "x", "x").values
-    assert same["schedule.decay_steps"] == 50
 
 
 def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
@@ -311,6 +294,11 @@ def test_all_of_it_composes(tmp_path):
         ("--save-interval", "--save-interval", "unknown", "no value"),
         ("--hybrid-layer-pattern M*-", "--hybrid-layer-pattern", "unsupported", "heterogeneous layers"),
         ("--spec my.layers spec", "--spec", "unsupported", "named by their code"),
+        ("--rotary-interleaved", "--rotary-interleaved", "ignored", "order of the rows of query and key weights"),
+        ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping", "ignored", "affects speed only"),
+        (OUTER + "no_shard", "--outer-dp-sharding-strategy", "ignored", "without --use-megatron-fsdp"),
+        (FSDP + OUTER + "no_shard", "--outer-dp-sharding-strategy", "ignored", "states the default"),
+        (FSDP + OUTER + "optim", "--outer-dp-sharding-strategy", "unsupported", "shards inside a replica only"),
         ("--data-path $DATA", "--data-path", "unresolved", "depends on the running shell"),
         ("--data-path $(ls /tmp)", "--data-path", "unresolved", "depends on the running shell"),
     ],

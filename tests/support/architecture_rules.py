@@ -51,7 +51,7 @@ ARROWS = {
     "hub": ("schema", "installation"),
     "config": ("schema", "format", "hub", "importers.huggingface", "importers.megatron.spelling", "platform.plugins"),
     "importers.huggingface": ("schema", "plan.layers", "plan.attention_factor"),
-    "importers.megatron": ("schema", "format.yaml_value"),
+    "importers.megatron": ("schema", "format.yaml_value", "plan.batch"),
     "platform": ("schema", "format", "installation"),
     "data": ("schema", "fs", "installation"),
     "plan": ("schema", "platform", "format"),

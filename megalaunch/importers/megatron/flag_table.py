@@ -166,6 +166,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "use-custom-fsdp": (0, "parallel.data_sharding"),
     "use-torch-fsdp2": (0, "parallel.data_sharding"),
     "data-parallel-sharding-strategy": (1, "parallel.data_sharding"),
+    "outer-dp-sharding-strategy": (1, "parallel.dp_replicate"),
     "bf16": (0, "precision.compute_dtype"),
     "fp16": (0, "precision.compute_dtype"),
     "fp8-format": (1, "precision.compute_dtype precision.fp8.format"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 from megalaunch.importers.megatron.arguments import Arguments
+from megalaunch.plan.batch import RampError, RampStage, parse_rampup, steps_for_samples
 
 Values = dict[str, Any]
 _MODULES = {
@@ -118,7 +120,10 @@ def _sharding(given: Arguments, values: Values) -> None:
         values["parallel.data_sharding"] = "optim_grads_params"
     else:
         values["parallel.data_sharding"] = "optim" if given.has("use-distributed-optimizer") else "no_shard"
-        given.mark_ignored("data-parallel-sharding-strategy", "has no effect without --use-megatron-fsdp")
+        for flag in ("data-parallel-sharding-strategy", "outer-dp-sharding-strategy"):
+            given.mark_ignored(flag, "has no effect without --use-megatron-fsdp")
+    if given.value("outer-dp-sharding-strategy") != "no_shard":
+        given.mark_unsupported("outer-dp-sharding-strategy", "HSDP shards inside a replica only")
 
 
 def _precision(given: Arguments, values: Values) -> None:
@@ -210,13 +215,24 @@ def _batch(given: Arguments, values: Values, world: int | None) -> None:
     if size is not None:
         values["batch.global_batch_size"] = size
     samples = given.integer("train-samples")
-    steps = given.integer("train-iters", None if samples is None or not size else max(samples // size, 1))
+    steps = given.integer("train-iters", None if samples is None or not size else _steps_of(samples, given, ramp, size))
     if steps is not None:
         values["train.steps"] = steps
-    if ramp and samples is not None:
-        given.mark_unsupported(
-            "train-samples", f"{samples:,} samples at the final batch size; the smaller first batches need more steps"
-        )
+
+
+def _steps_of(samples: int, given: Arguments, ramp: str, size: int) -> int:
+    """Return the steps of --train-samples.
+
+    Megatron trains the rest that is smaller than a batch only with --step-batch-size-schedule.
+    """
+    length = given.integer("seq-length", 1) or 1
+    try:
+        stages = parse_rampup(ramp, size, length) if ramp else (RampStage(0, size),)
+    except RampError as error:
+        given.mark_unsupported("train-samples", f"its steps are unknown, as the rampup {error}")
+        return max(samples // size, 1)
+    steps = steps_for_samples(samples, stages, length)
+    return max(math.ceil(steps) if given.has("step-batch-size-schedule") else math.floor(steps), 1)
 
 
 def _schedule(given: Arguments, values: Values) -> None:
@@ -227,8 +243,8 @@ def _schedule(given: Arguments, values: Values) -> None:
     decay = _steps(given, "lr-decay", batch)
     steps = values.get("train.steps")
     values["schedule.decay_steps"] = None if decay == steps else decay
-    if "batch.rampup_batch_size" in values and given.has("train-iters"):
-        values["schedule.decay_steps"] = decay or steps  # Megatron's horizon is of full batches, which a rampup is not
+    if "batch.rampup_batch_size" in values:  # the horizon is of full batches: fewer than the steps with train-samples
+        values["schedule.decay_steps"] = decay = decay or _steps(given, "train", batch)
     warmup = _steps(given, "lr-warmup", batch)
     fraction = given.number("lr-warmup-fraction")
     if fraction is not None and (decay or steps):
@@ -240,6 +256,7 @@ def _schedule(given: Arguments, values: Values) -> None:
 
 
 def _steps(given: Arguments, name: str, batch: int) -> int | None:
+    """Return a number of steps that is given in samples of full batches, or in iterations."""
     samples = given.integer(f"{name}-samples")
     return given.integer(f"{name}-iters", None if samples is None else round(samples / batch))
 

@@ -33,6 +33,7 @@ IGNORED: dict[str, str] = {
         use-precision-aware-optimizer
     """,
     "the same function: only the stored norm weights differ (minus 1)": "apply-layernorm-1p",
+    "the same function: only the order of the rows of query and key weights differs": "rotary-interleaved",
     "--position-embedding-type alone selects the position embedding": "no-position-embedding",
     "megalaunch computes softmax and loss in fp32": "fp16-lm-cross-entropy output-logit-dtype",
     "megalaunch always divides the loss by all valid tokens of the step": "calculate-per-token-loss",
@@ -79,6 +80,7 @@ IGNORED: dict[str, str] = {
         overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-*
         reuse-grad-buf-for-mxfp8-param-ag clone-scatter-* no-clone-* moe-dispatch-* moe-combine-*
     """,
+    "the order of ranks affects speed only: pp is always the outermost axis": "use-tp-pp-dp-mapping",
     "memory management and garbage collection: affects speed only": """
         manual-gc manual-gc-* no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level
     """,
@@ -138,7 +140,7 @@ UNSUPPORTED: dict[str, str] = {
     "the only QK norm is RMSNorm": "qk-l2-norm export-qk-l2-norm qk-clip qk-clip-*",
     "initial weights have a normal distribution": "init-method-xavier-uniform",
     "attention output gates are not supported": "attention-output-gate",
-    "only RoPE of non-interleaved halves with one position per token is supported": "rotary-interleaved mrope-section",
+    "only RoPE with one position per token is supported": "mrope-section",
     "only residuals from before the norm are supported": "apply-residual-connection-post-layernorm",
     "muP is not supported": "use-mup mup-*",
     "latent dimensions of experts are not supported": "moe-latent-size",
@@ -165,9 +167,8 @@ UNSUPPORTED: dict[str, str] = {
     "weights are sharded by tp only": """
         tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
     """,
-    "pp is always the outermost axis": "use-tp-pp-dp-mapping",
     "the token limit per dp-cp rank cannot be set": "max-seqlen-per-dp-cp-rank",
-    "HSDP shards inside a replica only": "outer-dp-sharding-strategy enable-full-sharding-in-hsdp",
+    "HSDP shards inside a replica only": "enable-full-sharding-in-hsdp",
     "saved activations are not sharded over tp": "distribute-saved-activations",
     "activations are offloaded by layer, not by module or tensor": """
         cpu-offloading-* fine-grained-* offload-modules min-offloaded-tensor-size delay-offload-* delta-offload-*
