@@ -294,6 +294,8 @@ def test_all_of_it_composes(tmp_path):
         ("--save-interval", "--save-interval", "unknown", "no value"),
         ("--hybrid-layer-pattern M*-", "--hybrid-layer-pattern", "unsupported", "heterogeneous layers"),
         ("--spec my.layers spec", "--spec", "unsupported", "named by their code"),
+        ("--exit-interval 11", "--exit-interval", "ignored", "after the last step, 10"),
+        ("--exit-interval 10", "--exit-interval", "mapped", "train.exit_at_step = 10"),
         ("--rotary-interleaved", "--rotary-interleaved", "ignored", "order of the rows of query and key weights"),
         ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping", "ignored", "affects speed only"),
         (OUTER + "no_shard", "--outer-dp-sharding-strategy", "ignored", "without --use-megatron-fsdp"),

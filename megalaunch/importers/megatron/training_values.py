@@ -218,6 +218,11 @@ def _batch(given: Arguments, values: Values, world: int | None) -> None:
     steps = given.integer("train-iters", None if samples is None or not size else _steps_of(samples, given, ramp, size))
     if steps is not None:
         values["train.steps"] = steps
+    stop = given.integer("exit-interval")
+    if stop and steps is not None and stop > steps:
+        given.mark_ignored("exit-interval", f"it is after the last step, {steps}")
+    elif stop:
+        values["train.exit_at_step"] = stop
 
 
 def _steps_of(samples: int, given: Arguments, ramp: str, size: int) -> int:
