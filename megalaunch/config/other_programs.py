@@ -83,6 +83,7 @@ SAME_VALUE: Mapping[str, str] = MappingProxyType(
         "communication_data_type": "precision.grad_reduce_dtype",
         "dtype": "precision.compute_dtype",
         "data_types.grad_accum_dtype": "precision.grad_dtype",
+        "fp16.loss_scale": "precision.loss_scale.constant",
         "loss_scale_window": "precision.loss_scale.window",
         "min_loss_scale": "precision.loss_scale.minimum",
         "mixed_precision_param": "precision.compute_dtype",

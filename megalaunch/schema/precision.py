@@ -35,8 +35,11 @@ class Float8Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleSpec:
-    """Dynamic loss scaling, with precision.compute_dtype=fp16."""
+    """Loss scaling, with precision.compute_dtype=fp16: a dynamic scale, or a constant one."""
 
+    constant: float | None = setting(
+        None, "Constant loss scale, best a power of 2; null: a dynamic one, by the keys below.", minimum=1
+    )
     initial: float = setting(65536.0, "Initial loss scale.", minimum=1)
     minimum: float = setting(1.0, "Minimum loss scale.", minimum=0)
     window: int = setting(1000, "Steps without overflow before the scale doubles.", "steps", minimum=1)

@@ -1,7 +1,8 @@
-"""Dynamic loss scaling: fp16 has so few exponents that small gradients would be 0 (Micikevicius et al. 2018).
+"""Loss scaling: fp16 has so few exponents that small gradients would be 0 (Micikevicius et al. 2018).
 
 The loss is multiplied by the scale before backward, and the gradients are divided by it in the update. Gradients that
-overflow skip the update. The rules are those of Megatron-LM's `DynamicGradScaler`, with its factors 2 and 1/2.
+overflow skip the update. The rules of a dynamic scale are those of Megatron-LM's `DynamicGradScaler`, with its factors
+2 and 1/2; a constant one stays, as with its `ConstantGradScaler`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class LossScale:
     def initial(cls, precision: PrecisionSpec) -> LossScale | None:
         """Return the scale of the first step; None for dtypes other than fp16."""
         spec = precision.loss_scale
-        return cls(spec.initial, 0, spec.hysteresis) if precision.compute_dtype == "fp16" else None
+        if precision.compute_dtype != "fp16":
+            return None
+        return cls(spec.initial if spec.constant is None else spec.constant, 0, spec.hysteresis)
 
     @classmethod
     def from_document(cls, document: Any) -> LossScale:
@@ -43,17 +46,21 @@ class LossScale:
         raise ValueError("no valid loss scale")
 
     def is_exhausted(self, spec: LossScaleSpec) -> bool:
-        """Return whether the next overflow should lower the scale, but it is at its minimum."""
-        return self.scale <= spec.minimum and self.overflows_left <= 1
+        """Return whether the next overflow should lower a dynamic scale, but it is at its minimum."""
+        return spec.constant is None and self.scale <= spec.minimum and self.overflows_left <= 1
 
     def after_overflow(self, spec: LossScaleSpec) -> LossScale:
         """Return the scale after a step whose gradients overflowed."""
+        if spec.constant is not None:
+            return self
         left = self.overflows_left - 1
         scale = max(self.scale * _BACKOFF, spec.minimum) if left <= 0 else self.scale
         return LossScale(scale, 0, left)
 
     def after_update(self, spec: LossScaleSpec) -> LossScale:
         """Return the scale after a step without overflow."""
+        if spec.constant is not None:
+            return self
         if self.good_steps + 1 < spec.window:
             return replace(self, good_steps=self.good_steps + 1)
         return LossScale(self.scale * _GROWTH, 0, spec.hysteresis)
@@ -67,8 +74,10 @@ class UpdateState:
     loss_scale: LossScale | None = None
 
     def with_scale(self, precision: PrecisionSpec) -> UpdateState:
-        """Return this state, with the initial scale if it has none and the precision needs one."""
-        return replace(self, loss_scale=LossScale.initial(precision)) if self.loss_scale is None else self
+        """Return this state with a scale that the precision allows: its own if it is dynamic, else the initial one."""
+        initial = LossScale.initial(precision)
+        keeps = initial is not None and self.loss_scale is not None and precision.loss_scale.constant is None
+        return self if keeps else replace(self, loss_scale=initial)
 
     @property
     def factor(self) -> float:
@@ -76,7 +85,7 @@ class UpdateState:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def may_skip(self, spec: LossScaleSpec) -> bool:
-        """Return whether a step may be skipped if its gradients are not finite: in fp16, until the scale is minimal."""
+        """Return whether gradients that are not finite skip the step: in fp16, until the scale is exhausted."""
         return self.loss_scale is not None and not self.loss_scale.is_exhausted(spec)
 
     def after(self, spec: LossScaleSpec, *, skipped: bool, overflowed: bool) -> UpdateState:

@@ -10,6 +10,10 @@ from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
 
 
+def _has_dynamic_scale(spec: RunSpec) -> bool:
+    return spec.precision.compute_dtype == "fp16" and spec.precision.loss_scale.constant is None
+
+
 def _has_tf32(spec: RunSpec) -> bool:
     chip = CHIPS.get(spec.platform.chip)
     return not on_cpu(spec) and not (chip is not None and chip.lacks_tf32)
@@ -24,6 +28,18 @@ register_inert(
         "precision.compute_dtype",
         lambda spec: spec.precision.compute_dtype == "fp16",
         "precision.compute_dtype is not fp16",
+    )
+)
+register_inert(
+    InertSetting(
+        "precision.dynamic_scale_idle",
+        "The settings of the dynamic loss scale are set only without loss_scale.constant.",
+        "A constant scale neither grows nor falls.",
+        tuple(f"precision.loss_scale.{name}" for name in ("initial", "minimum", "window", "hysteresis")),
+        "precision.loss_scale.constant",
+        lambda spec: spec.precision.compute_dtype != "fp16" or spec.precision.loss_scale.constant is None,
+        "the loss scale is constant (precision.loss_scale.constant)",
+        ({"precision.loss_scale.constant": None},),
     )
 )
 register_inert(
@@ -105,7 +121,7 @@ def main_params_rounding(at: RuleContext) -> Iterator[Violation]:
 def scale_limits(at: RuleContext) -> Iterator[Violation]:
     """The scale only falls when gradients overflow."""
     scale = at.spec.precision.loss_scale
-    if at.spec.precision.compute_dtype == "fp16" and scale.initial < scale.minimum:
+    if _has_dynamic_scale(at.spec) and scale.initial < scale.minimum:
         yield Violation(
             "precision.loss_scale.initial",
             f"loss_scale.initial {scale.initial:g} is below loss_scale.minimum {scale.minimum:g}",
@@ -121,7 +137,7 @@ def scale_limits(at: RuleContext) -> Iterator[Violation]:
 @rule("precision.scale_vanishes", "loss_scale.minimum is above 0.")
 def scale_vanishes(at: RuleContext) -> Iterator[Violation]:
     """A scale that is halved often enough becomes 0: then every gradient is 0, without an error."""
-    if at.spec.precision.compute_dtype == "fp16" and at.spec.precision.loss_scale.minimum == 0:
+    if _has_dynamic_scale(at.spec) and at.spec.precision.loss_scale.minimum == 0:
         yield Violation(
             "precision.loss_scale.minimum",
             "with loss_scale.minimum 0 repeated overflows end in gradients of 0",
@@ -197,7 +213,7 @@ def exp_avg_by_grad(at: RuleContext) -> Iterator[Violation]:
 def scale_falls(at: RuleContext) -> Iterator[Violation]:
     """`hysteresis` overflows halve the scale, `window` steps without overflow double it."""
     scale = at.spec.precision.loss_scale
-    if at.spec.precision.compute_dtype == "fp16" and scale.hysteresis >= scale.window:
+    if _has_dynamic_scale(at.spec) and scale.hysteresis >= scale.window:
         yield Violation(
             "precision.loss_scale.hysteresis",
             f"the scale doubles after {scale.window} steps without overflow, but halves only after "

@@ -123,6 +123,7 @@ def _small_run(spec: RunSpec, global_batch_size: int, sequence_length: int) -> d
         "precision.fp8.implementation": "native",  # Transformer Engine has no kernels for CPUs
         "model.attention_backend": backend if backend in serving_backends("cpu") else "auto",
         "precision.loss_scale.initial": max(scale.minimum, min(_SMALL_LOSS_SCALE, scale.initial)),
+        "precision.loss_scale.constant": None if scale.constant is None else min(_SMALL_LOSS_SCALE, scale.constant),
         "data.num_samples": STEPS * global_batch_size,
         "data.validation_tokens": global_batch_size * sequence_length + 1,
         "tokenizer.vocab_size": VOCABULARY,

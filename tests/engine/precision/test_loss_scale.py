@@ -50,6 +50,29 @@ def test_steps_are_skipped_until_the_minimum_overflows():
     assert LossScale(8.0, 0, 2).after_overflow(constant).is_exhausted(constant) is True
 
 
+CONSTANT = PrecisionSpec(
+    compute_dtype="fp16", loss_scale=LossScaleSpec(constant=256.0, minimum=512.0, window=1, hysteresis=1)
+)
+
+
+def test_a_constant_scale_skips_every_overflow_and_stays():
+    """Megatron's ConstantGradScaler, whatever the settings of the dynamic one are."""
+    spec, state = CONSTANT.loss_scale, UpdateState().with_scale(CONSTANT)
+    for overflowed in (True, True, True, False, False, True):
+        assert (state.factor, state.may_skip(spec)) == (256.0, True)
+        state = state.after(spec, skipped=overflowed, overflowed=overflowed)
+    assert (state.factor, state.skipped_steps) == (256.0, 4)
+
+
+def test_a_branch_with_other_scaling_goes_on_with_its_own():
+    dynamic = UpdateState(2, LossScale(32.0, 1, 0))
+    constant = dynamic.with_scale(CONSTANT)
+    assert (constant.factor, constant.skipped_steps) == (256.0, 2)
+    assert constant.with_scale(FP16).factor == 256.0, "a dynamic scale goes on from the constant one"
+    assert dynamic.with_scale(FP16) == dynamic
+    assert dynamic.with_scale(PrecisionSpec(compute_dtype="bf16")) == UpdateState(2)
+
+
 def test_other_dtypes_have_no_scale():
     state = UpdateState().with_scale(PrecisionSpec(compute_dtype="bf16"))
     assert state == UpdateState()

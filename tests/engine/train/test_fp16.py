@@ -247,6 +247,21 @@ def test_overflows_at_the_minimum_end_the_run():
     assert "in samples 8 to 15, with the loss scale at its minimum of 4; the update was not made" in reason
 
 
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "zero3", every=["tp2 sp", "pp3"]))
+def test_a_constant_scale_skips_steps_and_stays(layout):
+    """Also where a dynamic scale at its minimum would end the run."""
+    limits = {"constant": 512.0, "minimum": 1024.0, "hysteresis": 1}
+    spec = small_spec(precision__compute_dtype="fp16", precision__loss_scale=limits, **LAYOUTS[layout])
+    every = run_ranks(spec.cluster.devices_per_node, _steps_with_overflow, spec, (1, 2))
+    assert all(told == every[0] for told in every)
+    rate = spec.optimizer.lr
+    assert every[0] == [
+        ((True, 512.0, 1, rate / 2), True, {0.0}),
+        ((True, 512.0, 2, rate / 2), True, {0.0}),
+        ((False, 512.0, 2, rate / 2), False, {1.0}),
+    ]
+
+
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory) -> RunSpec:
     """Ten steps whose scale is too high at first and grows later."""
@@ -292,3 +307,14 @@ def test_a_resumed_run_goes_on_with_its_scale(optimizer, scaled, tmp_path):
     for key in ("loss_scale", "skipped_steps", "learning_rate"):
         assert [line[key] for line in other] == [line[key] for line in steps]
     np.testing.assert_allclose([line["loss"] for line in other], [line["loss"] for line in steps], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_a_constant_scale(scaled, tmp_path):
+    constant = with_values(scaled, {"precision.loss_scale.constant": 1024.0})
+    run_loop(constant, tmp_path / "whole")
+    run_loop(with_values(constant, {"train.exit_at_step": 4}), tmp_path / "parts")
+    run_loop(constant, tmp_path / "parts")
+    whole = metrics(tmp_path / "whole")
+    assert metrics(tmp_path / "parts") == whole
+    assert {line["loss_scale"] for line in whole if "loss" in line} == {1024.0}

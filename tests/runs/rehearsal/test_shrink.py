@@ -44,7 +44,7 @@ SIZES = {
     *("train.sample_prompt", "train.sample_tokens", "data.num_samples", "data.validation_tokens"),
     *("tokenizer.vocab_size", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"),
     "precision.emulate",
-    "precision.loss_scale.initial",
+    *("precision.loss_scale.initial", "precision.loss_scale.constant"),
     *("checkpoint.load_pretrained", "logging.log_interval", "launcher.max_restarts", "launcher.hang_timeout"),
     *("logging.profile", "logging.profile_ranks"),
     *("launcher.step_timeout", "launcher.start_timeout"),

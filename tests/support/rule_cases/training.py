@@ -119,6 +119,11 @@ PROMETHEUS = {
 }
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
+    "precision.dynamic_scale_idle": Case(
+        "precision.loss_scale.constant=1024 precision.loss_scale.window=10",
+        "precision.loss_scale.constant=null precision.loss_scale.window=10",
+        (*TINY, *FP16),
+    ),
     "precision.residual_idle": Case(
         "precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"
     ),
