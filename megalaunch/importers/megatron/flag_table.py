@@ -179,6 +179,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "first-last-layers-bf16": (0, "precision.fp8.first_layers_bf16 precision.fp8.last_layers_bf16"),
     "num-layers-at-start-in-bf16": (1, "precision.fp8.first_layers_bf16"),
     "num-layers-at-end-in-bf16": (1, "precision.fp8.last_layers_bf16"),
+    "loss-scale": (1, "precision.loss_scale.constant"),
     "initial-loss-scale": (1, "precision.loss_scale.initial"),
     "min-loss-scale": (1, "precision.loss_scale.minimum"),
     "loss-scale-window": (1, "precision.loss_scale.window"),

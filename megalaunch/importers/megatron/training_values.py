@@ -142,11 +142,7 @@ def _precision(given: Arguments, values: Values) -> None:
         if given.has("first-last-layers-bf16"):
             values["precision.fp8.first_layers_bf16"] = given.integer("num-layers-at-start-in-bf16", 1)
             values["precision.fp8.last_layers_bf16"] = given.integer("num-layers-at-end-in-bf16", 1)
-    if fp16:
-        values["precision.loss_scale.initial"] = given.number("initial-loss-scale", 2.0**32)
-        values["precision.loss_scale.minimum"] = given.number("min-loss-scale", 1.0)
-        values["precision.loss_scale.window"] = given.integer("loss-scale-window", 1000)
-        values["precision.loss_scale.hysteresis"] = given.integer("hysteresis", 2)
+    _loss_scale(given, values)
     low = given.has("grad-reduce-in-bf16") and not given.has("accumulate-allreduce-grads-in-fp32")
     values["precision.grad_reduce_dtype"] = values["precision.grad_dtype"] = "bf16" if low else "fp32"
     if given.has("main-grads-dtype"):
@@ -164,6 +160,24 @@ def _precision(given: Arguments, values: Values) -> None:
             given.mark_unsupported(flag, "both moments must have one dtype, fp32 or bf16")
     if given.has("fp32-residual-connection"):
         values["precision.residual_dtype"] = "fp32"
+
+
+def _loss_scale(given: Arguments, values: Values) -> None:
+    """Convert the loss scale of fp16: constant with --loss-scale, else dynamic."""
+    dynamic = ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
+    if values["precision.compute_dtype"] != "fp16":
+        for flag in ("loss-scale", *dynamic):
+            given.mark_ignored(flag, "only fp16 needs a loss scale")
+    elif given.number("loss-scale"):
+        values["precision.loss_scale.constant"] = given.number("loss-scale")
+        for flag in dynamic:
+            given.mark_ignored(flag, "has no effect with --loss-scale")
+    else:
+        given.mark_ignored("loss-scale", "0 selects the dynamic loss scale")
+        values["precision.loss_scale.initial"] = given.number("initial-loss-scale", 2.0**32)
+        values["precision.loss_scale.minimum"] = given.number("min-loss-scale", 1.0)
+        values["precision.loss_scale.window"] = given.integer("loss-scale-window", 1000)
+        values["precision.loss_scale.hysteresis"] = given.integer("hysteresis", 2)
 
 
 def _amax_history(given: Arguments) -> int | None:

@@ -163,7 +163,6 @@ UNSUPPORTED: dict[str, str] = {
     "FP8 is supported for linear layers only, without custom quantizers": """
         fp8-dot-product-attention fp8-multi-head-attention fp8-output-proj fp8-quantizer-factory
     """,
-    "only dynamic loss scaling is supported": "loss-scale",
     "weights are sharded by tp only": """
         tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
     """,
