@@ -31,7 +31,7 @@ PATHS = (
     "common.recipe.Format.HYBRID",
     *(
         f"pytorch.{layer}.{name}"
-        for layer in ("Linear", "LayerNormLinear", "GroupedLinear")
+        for layer in ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention")
         for name in ("init_fp8_metadata", "get_fp8_meta_tensors", "reset_fp8_meta_tensors")
     ),
 )
