@@ -28,6 +28,7 @@ class Float8Spec:
         minimum=1,
     )
     param_gather: bool = setting(False, "All-gather parameters in FP8 over data-parallel ranks.")
+    dot_product_attention: bool = setting(False, "Compute attention in FP8 too (Transformer Engine, recipe delayed).")
     first_layers_bf16: int = setting(0, "Number of first layers computed in bf16.", minimum=0)
     last_layers_bf16: int = setting(0, "Number of last layers computed in bf16.", minimum=0)
     implementation: Literal["native", "transformer_engine"] = setting("native", "Implementation of the FP8 matmuls.")

@@ -1,4 +1,4 @@
-"""What Transformer Engine's delayed scales do not allow."""
+"""What Transformer Engine's delayed scales, and its attention in fp8, do not allow."""
 
 from __future__ import annotations
 
@@ -33,3 +33,37 @@ def test_a_layer_computes_once_in_a_pass(overrides, key):
     assert [finding.path for finding in found] == ([] if key is None else [key])
     assert all(finding.fixes for finding in found)
     assert not _found(*overrides, "precision.fp8.recipe=tensorwise")
+
+
+IN_ATTENTION = (*LIBRARY, "model.attention_backend=te", "model.sliding_window=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rules"),
+    [
+        ((), []),
+        (("precision.fp8.implementation=native",), ["library"]),
+        (("precision.fp8.implementation=native", "precision.emulate=true"), ["library"]),
+        (("model.attention_backend=auto",), ["library"]),
+        (("precision.fp8.recipe=tensorwise",), ["recipe"]),
+        (("data.reset_attention_mask=true",), ["mask"]),
+        (("model.sliding_window=1024", "data.reset_attention_mask=true"), ["mask", "mask"]),
+        (("parallel=cp2", "parallel.cp_comm_type=a2a"), []),
+        (("parallel=cp2", f"parallel.cp_comm_type=[{','.join(['p2p', 'allgather'] * 16)}]"), ["context"]),
+        (("model.head_dim=256",), ["heads"]),
+        (("train.deterministic=true",), ["deterministic"]),
+        (("precision.compute_dtype=bf16",), []),
+    ],
+)
+def test_attention_in_fp8_is_refused_where_there_is_no_kernel(overrides, rules):
+    spec, composition = resolved(*IN_ATTENTION, "precision.fp8.dot_product_attention=true", *overrides)
+    found = check(spec, composition.origins, "validate", LAPTOP)
+    refused = [each for each in found if each.rule.startswith("fp8.attention_")]
+    assert [each.rule.removeprefix("fp8.attention_") for each in refused] == rules
+    assert all(each.fixes for each in refused)
+
+
+@pytest.mark.parametrize("recompute", [("recompute=selective", "recompute.modules=[attention]"), ("recompute=full",)])
+def test_attention_in_fp8_is_not_recomputed(recompute):
+    (found,) = _found("model.attention_backend=te", "precision.fp8.dot_product_attention=true", *recompute)
+    assert found.fixes

@@ -1,6 +1,7 @@
 """A stand-in for Transformer Engine's `DotProductAttention`, with the signatures of 2.9, in plain torch on CPUs.
 
-What callers are held to is what 2.9 and 2.20 document or assert.
+What callers are held to is what 2.9 and 2.20 document or assert. In an autocast with `fp8_dpa` it casts to fp8 if the
+stand-in of the linear layers does, by scales of its own.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformer_engine_stand_in as library
 from flash_attn_stand_in import aligned_attention, pieces_attention
-from torch import Tensor, nn
+from te_float8_attention import Casts, Float8AttentionFn
+from torch import Tensor
 
 
 @dataclass
 class State:
-    """What the stand-in was asked for."""
+    """What the stand-in was asked for; `in_float8`: the layers of the calls that computed in fp8."""
 
     layers: list[DotProductAttention] = field(default_factory=list)
     calls: list[tuple[str, str, tuple[int, int]]] = field(default_factory=list)
+    in_float8: list[DotProductAttention] = field(default_factory=list)
 
 
 STATE = State()
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(library._Module):
     def __init__(
         self,
         num_attention_heads: int,
@@ -101,6 +105,9 @@ class DotProductAttention(nn.Module):
         assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (self.widths[0], *self.widths)
         assert window[1] == 0, "a causal mask"
         STATE.calls.append((layout, kind, window))
+        if getattr(library.STATE.recipe, "fp8_dpa", False):
+            assert (layout, kind, window) == ("bshd", "causal", (-1, 0)), "a mask without a kernel in fp8"
+            return self._in_float8(q, k, v).flatten(-2)
         if self.cp_group is not None:
             assert (layout, kind, window) == ("bshd", "causal", (-1, 0))
             return self._ring(q, k, v).flatten(-2)
@@ -118,6 +125,26 @@ class DotProductAttention(nn.Module):
             assert q.shape[1] == k.shape[1]
         rows = zip(q, k, v, strict=True)
         return torch.stack([aligned_attention(*row, self.scale, True, window, 0.0) for row in rows]).flatten(-2)
+
+    def _in_float8(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        STATE.in_float8.append(self)
+        self.init_fp8_metadata(num_gemms=3)
+        recipe = library.STATE.recipe
+        library.STATE.manager.register(recipe, self.meta)
+        positions = torch.arange(q.shape[1], device=q.device)
+        if self.cp_group is not None:
+            ranks, rank = self.cp_group.size(), self.cp_group.rank()
+            early, late = positions.chunk(2)
+            positions = torch.cat((early + rank * len(early), late + (2 * ranks - 2 - rank) * len(early)))
+            k, v = (_in_order(_Gather.apply(x, self.cp_group).unbind()) for x in (k, v))
+        k, v = (x.repeat_interleave(self.heads // self.groups, dim=2) for x in (k, v))
+        mask = torch.arange(k.shape[1], device=q.device) <= positions[:, None]
+        if not library.STATE.quantize:
+            scores = (torch.einsum("bsnd,btnd->bnst", q, k) * self.scale).masked_fill(~mask, -torch.inf)
+            return torch.einsum("bnst,btnf->bsnf", scores.softmax(-1), v)
+        is_e5m2 = recipe.fp8_format is library.Format.HYBRID
+        casts = Casts(self.meta, torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn)
+        return Float8AttentionFn.apply(q, k, v, mask, self.scale, casts)
 
     def _ring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Each rank has two chunks of a sample, one from each end ("DualChunkSwap" of context_parallel.py)."""

@@ -31,6 +31,7 @@ from megalaunch.engine.model.linear import CastsWeights, Linear
 from megalaunch.engine.model.moe.experts import Experts, GroupedLinear
 from megalaunch.engine.model.moe.moe_layer import MoELayer
 from megalaunch.engine.model.tp_region import ProjectionBlock
+from megalaunch.engine.parallel.transformer_engine_attention import apply_float8_attention
 from megalaunch.engine.parallel.transformer_engine_experts import TransformerEngineExperts
 from megalaunch.engine.parallel.transformer_engine_norms import apply_transformer_engine_norms, norms_before_projections
 from megalaunch.engine.param_layout import local_param
@@ -55,7 +56,8 @@ def apply_transformer_engine(
     Raises:
         UnknownTransformerEngine: It cannot be imported, or lacks something that is called.
     """
-    library, settings = load_transformer_engine(), spec.precision.fp8
+    settings = spec.precision.fp8
+    library = load_transformer_engine(settings.dot_product_attention)
     is_delayed, dtype = settings.recipe == "delayed", compute_dtype(spec.precision)
     autocast = Autocast(library, settings, mesh.stage_group if is_delayed else None)
     rows = min(ALIGNMENT[settings.recipe], 32)  # blockwise: rows of an expert may end within a block
@@ -80,6 +82,8 @@ def apply_transformer_engine(
         group[0].library = layer
         made.append(layer)
         kept.append(layer.histories([names[projection] for projection in group]))
+    if settings.dot_product_attention:
+        kept.extend(apply_float8_attention(model, layers, library, settings, mesh.device))
     model.library_layers = tuple(made)
     if is_delayed:
         model.register_forward_pre_hook(autocast.begin_pass)

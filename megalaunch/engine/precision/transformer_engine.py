@@ -60,6 +60,12 @@ _BOUND: dict[str, tuple[str, ...]] = {
 }
 """What is called of `transformer_engine`, with the arguments that it is given."""
 
+_BOUND_IN_ATTENTION = {
+    "common.recipe.DelayedScaling": ("fp8_dpa",),
+    **{f"pytorch.DotProductAttention.{name}": arguments for name, arguments in _HISTORIES.items()},
+}
+"""The same of attention in fp8."""
+
 
 class UnknownTransformerEngine(RuntimeError):
     """The installed Transformer Engine cannot be imported, or lacks functions or arguments that are called."""
@@ -89,9 +95,11 @@ class TransformerEngine:
     def make_recipe(self, settings: Float8Spec) -> Any:
         """Return the recipe of the settings. Raises KeyError if Transformer Engine has none like it."""
         number_format = self.recipes.Format.HYBRID if settings.format == "hybrid" else self.recipes.Format.E4M3
-        recipe, values = getattr(self.recipes, _RECIPES[settings.recipe]), {}
+        recipe, values = getattr(self.recipes, _RECIPES[settings.recipe]), dict[str, Any]()
         if settings.recipe == "delayed":
             values = {"margin": settings.margin, "amax_history_len": settings.amax_history_len}
+        if settings.dot_product_attention:
+            values["fp8_dpa"] = True
         return recipe(fp8_format=number_format, **values)
 
 
@@ -107,13 +115,21 @@ class Autocast:
         library: Transformer Engine.
         settings: The recipe.
         group: The ranks over which delayed scaling reduces amaxes; None: with another recipe.
+        enabled: Whether layers compute by the recipe in them.
 
     Attributes:
         has_passed: Layers have computed without gradients: delayed scaling noted amaxes, and made no entry of them.
     """
 
-    def __init__(self, library: TransformerEngine, settings: Float8Spec, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        library: TransformerEngine,
+        settings: Float8Spec,
+        group: ProcessGroup | None = None,
+        enabled: bool = True,
+    ) -> None:
         self._library, self._recipe, self._group = library, library.make_recipe(settings), group
+        self._enabled = enabled
         self._pass: AbstractContextManager[Any] | None = None
         self.has_passed = False
 
@@ -134,11 +150,11 @@ class Autocast:
         return self._enter() if self._pass is None else nullcontext()
 
     def _enter(self) -> AbstractContextManager[Any]:
-        return self._library.autocast(enabled=True, recipe=self._recipe, amax_reduction_group=self._group)
+        return self._library.autocast(enabled=self._enabled, recipe=self._recipe, amax_reduction_group=self._group)
 
 
-def load_transformer_engine() -> TransformerEngine:
-    """Import Transformer Engine and compare its signatures with what is called.
+def load_transformer_engine(float8_attention: bool = False) -> TransformerEngine:
+    """Import Transformer Engine and compare its signatures with what is called; `float8_attention`: for this, too.
 
     Raises:
         UnknownTransformerEngine: The import failed, or something is missing; the message names all of it.
@@ -151,10 +167,14 @@ def load_transformer_engine() -> TransformerEngine:
             f"transformer_engine cannot be imported ({type(error).__name__}: {error}); "
             "install one that was built for this torch, or set precision.fp8.implementation=native"
         ) from error
-    if missing := missing_names({"pytorch": layers, "common.recipe": recipes}, _BOUND):
-        raise UnknownTransformerEngine(
-            f"the installed transformer_engine has no {', '.join(missing)}; "
-            "install another version of it, or set precision.fp8.implementation=native"
-        )
+    asked = [(_BOUND, "precision.fp8.implementation=native")]
+    if float8_attention:
+        asked.append((_BOUND_IN_ATTENTION, "precision.fp8.dot_product_attention=false"))
+    for bound, without in asked:
+        if missing := missing_names({"pytorch": layers, "common.recipe": recipes}, bound):
+            raise UnknownTransformerEngine(
+                f"the installed transformer_engine has no {', '.join(missing)}; "
+                f"install another version of it, or set {without}"
+            )
     classes = layers.Linear, layers.LayerNormLinear, layers.GroupedLinear, layers.RMSNorm, layers.LayerNorm
     return TransformerEngine(*classes, layers.autocast, recipes)

@@ -7,7 +7,8 @@ A fused layer has the histories of its projections together, and an expert on on
 place on the others. A checkpoint has an entry for each projection and expert; a layer that stands for several takes
 the largest amaxes of theirs, and with them the smallest scale.
 Shapes: L entries of a history, n matmuls of a layer (1, or the experts of this rank), E experts of all ranks, k
-projections or experts that a layer stands for, and the 3 operands of a matmul: input, weight, gradient.
+projections or experts that a layer stands for, and the 3 operands of a matmul: input, weight, gradient. Attention in
+fp8 has 15 of them in place of 3, which are kept as Transformer Engine orders them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.precision.transformer_engine import Autocast
+from megalaunch.engine.precision.transformer_engine_attention import TENSORS
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
-_OPERANDS = ((_FORWARD, 3, 0), (_FORWARD, 3, 1), (_BACKWARD, 2, 0))
-"""Where the 3 operands are: direction, its tensors for each matmul, and place among these. Outputs are not cast."""
+Operands = tuple[tuple[str, int, int], ...]
+"""Where the operands of a layer are: direction, its tensors for each matmul, and place among these."""
+
+_OF_LINEAR: Operands = ((_FORWARD, 3, 0), (_FORWARD, 3, 1), (_BACKWARD, 2, 0))  # outputs are not cast
+OF_ATTENTION: Operands = tuple(
+    (direction, count, place) for direction, count in TENSORS.items() for place in range(count)
+)
+"""All places of attention."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +44,14 @@ class HistoriesOfLayer:
         names: The linear layers that it computes, as one.
         matmuls: n.
         experts: E of a grouped linear layer, else None.
+        operands: The operands that are cast.
     """
 
     layer: Any
     names: Sequence[str]
     matmuls: int = 1
     experts: int | None = None
+    operands: Operands = _OF_LINEAR
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the histories [n, L, 3], newest entry first, and the scales [n, 3].
@@ -50,8 +60,10 @@ class HistoriesOfLayer:
         last one here is 0.
         """
         found = self.layer.get_fp8_meta_tensors()
-        scales = [found[direction][0].view(-1, count)[:, place] for direction, count, place in _OPERANDS]
-        histories = [found[direction][1].unflatten(1, (-1, count))[..., place] for direction, count, place in _OPERANDS]
+        scales = [found[direction][0].view(-1, count)[:, place] for direction, count, place in self.operands]
+        histories = [
+            found[direction][1].unflatten(1, (-1, count))[..., place] for direction, count, place in self.operands
+        ]
         history_nL3 = torch.stack(histories, dim=-1).transpose(0, 1)
         newest_first = torch.cat((history_nL3[:, 1:].flip(1), torch.zeros_like(history_nL3[:, :1])), dim=1)
         return newest_first, torch.stack(scales, dim=-1)
@@ -60,7 +72,7 @@ class HistoriesOfLayer:
         """Give the layer what `read` returned."""
         found = self.layer.get_fp8_meta_tensors()
         entries_nL3 = torch.cat((torch.zeros_like(history_nL3[:, :1]), history_nL3[:, :-1].flip(1)), dim=1)
-        for operand, (direction, count, place) in enumerate(_OPERANDS):
+        for operand, (direction, count, place) in enumerate(self.operands):
             scale, history = found[direction]
             scale.view(-1, count)[:, place] = scale_n3[:, operand]
             history.unflatten(1, (-1, count))[..., place] = entries_nL3[..., operand].T

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from megalaunch.plan.rules.float8 import ALIGNMENT
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
@@ -64,9 +65,14 @@ def once(at: RuleContext) -> Iterator[Violation]:
             "the overlap calls experts twice in a pass, and Transformer Engine's delayed scales allow one call",
             fixes=({"parallel.overlap_moe_expert_parallel_comm": False}, current, _NATIVE),
         )
-    left = [module for module in settings.modules if module not in ("mlp", "moe", "shared_experts")]
+    in_fp8 = {"mlp", "moe", "shared_experts"}
+    if at.spec.precision.fp8.dot_product_attention:
+        in_fp8.add("attention")
+    left = [module for module in settings.modules if module not in in_fp8]
     if settings.granularity == "full" or (settings.granularity == "selective" and left != list(settings.modules)):
-        kept: Fix = {"recompute.granularity": "selective", "recompute.modules": left or ["attention"]}
+        kept: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": left or ["attention"]}
+        if at.spec.precision.fp8.dot_product_attention and not left:
+            kept["precision.fp8.dot_product_attention"] = False
         yield Violation(
             "recompute.granularity" if settings.granularity == "full" else "recompute.modules",
             "fp8 layers that are recomputed would have other scales than in the forward pass: Transformer Engine has "

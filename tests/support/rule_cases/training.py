@@ -12,6 +12,12 @@ BLOCKS_OF_128 = (
 OF_EXPERTS = ("precision.fp8.recipe=rowwise", "precision.fp8.format=e4m3")
 BY_LIBRARY = (*H100, "precision.compute_dtype=fp8", "precision.fp8.implementation=transformer_engine")
 LIBRARY = (*TINY, *BY_LIBRARY, "batch.global_batch_size=16")
+HEADS_OF_128 = (
+    "model.head_dim=128", "precision.fp8.recipe=delayed", "model.attention_backend=te",
+    "precision.fp8.dot_product_attention=true",
+)  # fmt: skip
+IN_ATTENTION = (*LIBRARY, *HEADS_OF_128)
+ON_ANY_GPUS = (*TINY, *ANY_GPUS, *HEADS_OF_128, "precision.fp8.implementation=transformer_engine")
 WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
@@ -210,6 +216,15 @@ PRECISION = {
         "parallel=tp2sp", "parallel=tp2",
         (*LIBRARY, "model.head_dim=32", "batch.micro_batch_size=1", "batch.sequence_length=48"),
     ),
+    "fp8.attention_library": Case("model.attention_backend=cudnn", "model.attention_backend=te", IN_ATTENTION),
+    "fp8.attention_recipe": Case("precision.fp8.recipe=tensorwise", "precision.fp8.recipe=delayed", IN_ATTENTION),
+    "fp8.attention_chip": Case("platform=l40s", "platform=h200", ON_ANY_GPUS),
+    "fp8.attention_heads": Case("platform=h200 model.head_dim=64", "platform=b200 model.head_dim=64", ON_ANY_GPUS),
+    "fp8.attention_mask": Case("model.sliding_window=16", "model.sliding_window=null", IN_ATTENTION),
+    "fp8.attention_context": Case(
+        "parallel.cp_comm_type=allgather", "parallel.cp_comm_type=p2p", (*IN_ATTENTION, "parallel=cp2")
+    ),
+    "fp8.attention_deterministic": Case("train.deterministic=true", "train.deterministic=false", IN_ATTENTION),
     "fp8.hidden_size": Case(
         "model.hidden_size=40", "model.hidden_size=48", (*TINY, *FP8, "model.head_dim=8")
     ),

@@ -19,6 +19,7 @@ from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import RopeCache, apply_rope_to_both
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
+from megalaunch.engine.precision.transformer_engine_attention import Float8Attention
 from megalaunch.kernels.overridable import overridable
 
 
@@ -49,6 +50,7 @@ class SelfAttention(nn.Module):
         self.config, self.tp_region = config, tp_region
         self.core_save_policy: SavePolicy = save_activations
         self.sinks: nn.Parameter | None = None
+        self.float8: Float8Attention | None = None
 
     @overridable
     def core_attention(
@@ -58,9 +60,9 @@ class SelfAttention(nn.Module):
         return attend(queries, keys, values, self.scoring(seeds_BN))
 
     def scoring(self, seeds_BN: Tensor | None = None) -> ScoreMod:
-        """Return the score modification: scale, soft cap, sinks and dropout."""
-        sinks = None if self.sinks is None else local_param(self.sinks)
-        return ScoreMod(self.config.softmax_scale, self.config.soft_cap, sinks, seeds_BN, self.config.dropout)
+        """Return the score modification: scale, soft cap, sinks, dropout and casts."""
+        sinks, config = None if self.sinks is None else local_param(self.sinks), self.config
+        return ScoreMod(config.softmax_scale, config.soft_cap, sinks, seeds_BN, config.dropout, self.float8)
 
 
 @overridable

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalaunch.engine.model.attention.mask import AttentionMask
 from megalaunch.engine.model.dropout import hash_ids, keep_mask, mix_seed
+from megalaunch.engine.precision.transformer_engine_attention import Float8Attention
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ScoreMod:
         sinks: One logit per head, [N], that joins the softmax and has no value vector (gpt-oss).
         dropout_seeds: Seeds of the dropout masks, [B, N]; None: no dropout.
         dropout: The probability with which a weight is dropped.
+        float8: The layer of Transformer Engine that casts to fp8; None: attention computes in the dtype of its inputs.
     """
 
     scale: float | None = None
@@ -32,6 +34,7 @@ class ScoreMod:
     sinks: Tensor | None = None
     dropout_seeds: Tensor | None = None
     dropout: float = 0.0
+    float8: Float8Attention | None = None
 
     @property
     def is_default(self) -> bool:

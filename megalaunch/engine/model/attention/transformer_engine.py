@@ -2,7 +2,8 @@
 
 It selects a kernel of cuDNN or of flash-attn for each input. Its third choice, operators that hold all scores, is
 switched off, so that an input without a fused kernel is an error that it explains. Heads are those of one rank: tensor
-parallelism needs nothing else of it. Outside of its autocast it computes in the dtype of its inputs.
+parallelism needs nothing else of it. It computes in the dtype of its inputs, or in fp8 in an autocast whose recipe says
+so (`precision/transformer_engine_attention.py`).
 
 Shapes as in package_attention.py.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ _BOUND = {
 
 class TransformerEngineAttention:
     """Attention of Transformer Engine (`PackageKernel`). It keeps a layer for each shape of heads: layers hold nothing.
+
+    A layer that computes in fp8 holds its scales: each decoder layer has its own.
 
     Args:
         make_layer: The class `pytorch.DotProductAttention`.
@@ -97,9 +100,13 @@ class TransformerEngineAttention:
     ) -> Tensor:
         require_plain_scores(scoring, "te", soft_cap=False)
         shape = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], scoring.softmax_scale(q)
-        if shape not in self._layers:
-            self._layers[shape] = self._layer(*shape)
-        out: Tensor = self._layers[shape](
+        if scoring.float8 is not None:
+            layer = scoring.float8.layer(partial(self._layer, *shape))
+        else:
+            if shape not in self._layers:
+                self._layers[shape] = self._layer(*shape)
+            layer = self._layers[shape]
+        out: Tensor = layer(
             query_layer=q.contiguous(),
             key_layer=k.contiguous(),
             value_layer=v.contiguous(),
