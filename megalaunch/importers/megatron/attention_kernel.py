@@ -2,6 +2,7 @@
 
 With `--attention-backend auto`, its default, Megatron leaves the choice to Transformer Engine, which tries the kernels
 that its variables do not switch off. For another value Megatron sets these variables itself, and refuses other ones.
+Attention in fp8 (`--fp8-dot-product-attention`) is Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ def attention_backend(given: Arguments, environment: Mapping[str, str]) -> tuple
     """Return the key that the flag or the variables set, if they leave one kernel, and the names of variables read."""
     asked = given.value(FLAG) or "auto"
     read = [name for name in _VARIABLES if name in environment]
+    if given.has("fp8-dot-product-attention") and (given.has("fp8-format") or given.has("fp8-hybrid")):
+        return {"model.attention_backend": "te"}, read
     if asked in _BACKENDS:
         return {"model.attention_backend": _BACKENDS[asked]}, read
     if asked != "auto":

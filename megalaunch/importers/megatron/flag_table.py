@@ -175,6 +175,10 @@ JOINT: dict[str, tuple[int, str]] = {
     "no-fp8-wgrad": (0, "precision.fp8.wgrad"),
     "fp8-amax-history-len": (1, "precision.fp8.amax_history_len"),
     "fp8-amax-compute-algo": (1, "precision.fp8.amax_history_len"),
+    "fp8-dot-product-attention": (
+        0,
+        "precision.fp8.dot_product_attention precision.fp8.implementation model.attention_backend",
+    ),
     "fp8-param-gather": (0, "precision.fp8.param_gather"),
     "first-last-layers-bf16": (0, "precision.fp8.first_layers_bf16 precision.fp8.last_layers_bf16"),
     "num-layers-at-start-in-bf16": (1, "precision.fp8.first_layers_bf16"),

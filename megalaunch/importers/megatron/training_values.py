@@ -139,9 +139,14 @@ def _precision(given: Arguments, values: Values) -> None:
         if values["precision.fp8.recipe"] == "delayed":
             values["precision.fp8.margin"] = given.integer("fp8-margin", 0)
             values["precision.fp8.amax_history_len"] = _amax_history(given)
+        if given.has("fp8-dot-product-attention"):
+            values["precision.fp8.dot_product_attention"] = True
+            values["precision.fp8.implementation"] = "transformer_engine"
         if given.has("first-last-layers-bf16"):
             values["precision.fp8.first_layers_bf16"] = given.integer("num-layers-at-start-in-bf16", 1)
             values["precision.fp8.last_layers_bf16"] = given.integer("num-layers-at-end-in-bf16", 1)
+    else:
+        given.mark_ignored("fp8-dot-product-attention", "has no effect without --fp8-format")
     _loss_scale(given, values)
     low = given.has("grad-reduce-in-bf16") and not given.has("accumulate-allreduce-grads-in-fp32")
     values["precision.grad_reduce_dtype"] = values["precision.grad_dtype"] = "bf16" if low else "fp32"

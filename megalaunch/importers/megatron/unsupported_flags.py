@@ -160,9 +160,10 @@ UNSUPPORTED: dict[str, str] = {
         mtp-use-repeated-layer mtp-detach-heads mtp-hsm mtp-standalone
     """,
     "FP4 is not supported": "fp4-*",
-    "FP8 is supported for linear layers only, without custom quantizers": """
-        fp8-dot-product-attention fp8-multi-head-attention fp8-output-proj fp8-quantizer-factory
+    "the output head is not computed in FP8, and there are no custom quantizers": """
+        fp8-output-proj fp8-quantizer-factory
     """,
+    "projections and attention exchange bf16, in which heads are normed and rotated": "fp8-multi-head-attention",
     "weights are sharded by tp only": """
         tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
     """,
