@@ -99,6 +99,9 @@ class ModelSpec:
     attention_sinks: bool = setting(
         False, "Each head has a learned logit that joins the softmax and contributes no value."
     )
+    attention_output_gate: bool = setting(
+        False, "Multiply attention's output by sigmoid(gate), where the gate is one more projection of the input."
+    )
     hidden_dropout: float = setting(0.0, "Dropout of the embedding and of each block's output.", minimum=0, maximum=1)
     embedding_dropout: float | None = setting(
         None, "Dropout of the embedding; null: hidden_dropout.", minimum=0, maximum=1

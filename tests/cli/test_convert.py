@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
+from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.weight_maps.weights import get_family_weights
 from megalaunch.importers.huggingface.registry import from_hf_config, to_hf_config
+from megalaunch.rundir.checkpoint.contents import WEIGHTS
+from megalaunch.schema.spec_file import spec_to_text
 
 from tiny_run import tiny_spec  # isort: skip
 
@@ -227,6 +230,21 @@ def test_ignored_keys_are_noted(folder, tmp_path):
     assert result.exit_code == 0, result.output
     assert "note: config.json: use_mrope (False) is ignored: positions have one dimension" in result.output
     assert "unsloth_fixed (True) is ignored" in result.output
+
+
+def test_an_export_is_refused_by_the_key_that_no_family_has(tmp_path):
+    spec = tiny_spec(attention_output_gate=True, vocab_size=301)
+    (tmp_path / "spec.yaml").write_text(spec_to_text(spec))
+    tensors = {WEIGHTS + name: torch.zeros(shape) for name, shape in parameter_shapes(spec.model).items()}
+    assert any("gate_proj" in name and "attention" in name for name in tensors)
+    origin = {"vocab_size": 301, "config": None}
+    save_checkpoint(tmp_path / "ckpt", tensors, {"origin": origin}, {"spec.yaml": tmp_path / "spec.yaml"})
+    refused = convert("export", tmp_path / "ckpt", "--output", tmp_path / "out")
+    assert refused.exit_code == 4
+    assert "family llama cannot express model.attention_output_gate=True (not False)" in " ".join(
+        refused.output.split()
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_arguments_are_checked(folder, tmp_path):

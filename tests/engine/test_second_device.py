@@ -20,6 +20,7 @@ PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, 
 DROPPED = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 FEATURES = {
     "model__attention_sinks": True,
+    "model__attention_output_gate": True,
     "model__attn_logit_softcapping": 2.0,
     "model__final_logit_softcapping": 3.0,
     "model__sliding_window": 5,

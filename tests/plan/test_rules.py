@@ -151,6 +151,7 @@ def test_every_world_error_offers_another_cluster(overrides, rule_id, fix):
 @pytest.mark.parametrize(
     ("overrides", "rule_id", "fix"),
     [
+        ("recipe=deepseek_tiny model.attention_output_gate=true", "mla.plain", "model.attention_output_gate=false"),
         ("recipe=deepseek_tiny model.sliding_window=4 model.sliding_window_pattern=3", "mla.plain",
          "model.sliding_window=null model.sliding_window_pattern=null"),
         ("recipe=qwen3_moe_tiny parallel=dp3ep2 cluster.devices_per_node=3 batch.global_batch_size=6 "

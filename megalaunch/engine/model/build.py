@@ -93,6 +93,7 @@ def _attention(model: ModelSpec) -> AttentionConfig:
         softmax_scale=scale if latent is None else scale * latent_softmax_factor(model.rope),
         soft_cap=model.attn_logit_softcapping,
         sinks=model.attention_sinks,
+        output_gate=model.attention_output_gate,
         qk_norm=model.qk_norm,
         qkv_bias=model.qkv_bias,
         output_bias=model.attention_output_bias,

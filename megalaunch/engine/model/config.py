@@ -69,7 +69,8 @@ class LatentConfig:
 class AttentionConfig:
     """Attention: scores are softcap(q k * softmax_scale); `sinks`: a logit per head joins the softmax.
 
-    `head_dim` is the width of a query and key head. `latent` None: keys and values are projected without a latent.
+    `output_gate`: the output of each head is multiplied by the sigmoid of a projection of the input. `head_dim` is the
+    width of a query and key head. `latent` None: keys and values are projected without a latent.
     """
 
     num_heads: int
@@ -78,6 +79,7 @@ class AttentionConfig:
     softmax_scale: float
     soft_cap: float | None = None
     sinks: bool = False
+    output_gate: bool = False
     qk_norm: str = "none"
     qkv_bias: bool = False
     output_bias: bool = False

@@ -148,7 +148,7 @@ def latent_head_dim(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("mla.plain", "Latent attention has no biases, sliding window, sinks or QK norm.")
+@rule("mla.plain", "Latent attention has no biases, sliding window, sinks, output gate or QK norm.")
 def latent_plain(at: RuleContext) -> Iterator[Violation]:
     """Latent attention defines none of them, and Megatron-LM refuses them too. Its latents are always normalised."""
     if at.spec.model.mla.kv_lora_rank is None:
@@ -158,6 +158,7 @@ def latent_plain(at: RuleContext) -> Iterator[Violation]:
         "attention_output_bias": False,
         "sliding_window": None,
         "attention_sinks": False,
+        "attention_output_gate": False,
         "qk_norm": "none",
     }
     for key, value in plain.items():

@@ -196,6 +196,7 @@ _BLOCKS: dict[str, tuple[Callable[[ModelSpec], bool], tuple[str, ...]]] = {
     "latent attention": (lambda model: model.mla.kv_lora_rank is not None, ("deepseek_v2", "deepseek_v3")),
     "multi-token prediction": (lambda model: model.mtp.num_layers > 0, ("deepseek_v3",)),
     "attention sinks": (lambda model: model.attention_sinks, ("gpt_oss",)),
+    "output gates of attention": (lambda model: model.attention_output_gate, ()),
     "learned positions": (lambda model: model.position_embedding == "learned", ("gpt",)),
     "QK norm": (lambda model: model.qk_norm != "none", ("qwen3", "qwen3_moe", "gemma3", "olmo2", "olmoe")),
     "norms after the blocks": (lambda model: model.norm_placement != "pre", ("gemma2", "gemma3", "olmo2")),
@@ -213,10 +214,11 @@ def family_blocks(at: RuleContext) -> Iterator[Violation]:
     model = at.spec.model
     for block, (present, families) in _BLOCKS.items():
         if present(model) and model.family not in families:
+            named = f"families with these names: {', '.join(families)}" if families else "no family has these names"
             yield Violation(
                 "model.family",
                 f"family {model.family} has no tensor names for {block}: such a model trains, but is not exported "
-                f"(families with these names: {', '.join(families)})",
+                f"({named})",
                 fixes=tuple({"model.family": family} for family in families),
                 severity="warning",
             )

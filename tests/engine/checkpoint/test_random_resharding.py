@@ -100,6 +100,17 @@ def test_other_optimizers_go_on_under_another_layout(tmp_path, name):
     assert_close(joined(2, loaded, spec_of({**ONE, **ZERO3, "parallel__dp": 2}, **made), checkpoint), expected)
 
 
+@pytest.mark.slow
+def test_output_gates_go_on_under_another_layout(tmp_path):
+    """tp4 has two ranks for each key/value head, which share it but not the gates of its queries."""
+    made = {"model__attention_output_gate": True, "model__num_layers": 2}
+    first = {**ONE, "parallel__tp": 4, "parallel__sequence_parallel": True}
+    expected = joined(4, saved_and_gone_on, spec_of(first, **made), tmp_path, True)
+    checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
+    second = {**ONE, **ZERO3, "parallel__dp": 2, "parallel__pp": 2, "parallel__schedule": "1f1b"}
+    assert_close(joined(4, loaded, spec_of(second, **made), checkpoint), expected)
+
+
 IN_BF16 = {f"precision__{key}": "bf16" for key in ("compute_dtype", "exp_avg_dtype", "main_params_dtype")}
 TP2: Layout = {**ONE, "parallel__tp": 2, "parallel__sequence_parallel": True}
 DP2_ZERO3: Layout = {**ONE, **ZERO3, "parallel__dp": 2}

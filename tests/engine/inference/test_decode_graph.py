@@ -26,6 +26,7 @@ MODELS = {
     "llama": {},
     "windows": {"sliding_window": 3},
     "soft caps": {"sliding_window": 3, "attn_logit_softcapping": 2.0, "qk_norm": "full"},
+    "output gates": {"attention_output_gate": True},
     "gpt": {"position_embedding": "learned", "norm": "layernorm", "mlp_bias": True, "qkv_bias": True},
     "latent": {"mla": MLA, "num_query_groups": 4, "head_dim": 12},
 }

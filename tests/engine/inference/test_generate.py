@@ -64,6 +64,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], fused: bool
         {"sliding_window": 3},
         {"sliding_window": 3, "attn_logit_softcapping": 2.0, "qk_norm": "full"},
         {"position_embedding": "learned", "norm": "layernorm", "mlp_bias": True, "qkv_bias": True},
+        {"attention_output_gate": True, "qk_norm": "head", "qkv_bias": True},
         {"moe": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "shared_expert_gate": True}},
     ],
 )

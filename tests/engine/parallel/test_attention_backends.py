@@ -21,6 +21,7 @@ WINDOWS = {"model__sliding_window": 5, "model__sliding_window_pattern": 2}
 SINKS = {"model__attention_sinks": True, **WINDOWS}
 DROPOUT = {"model__attention_dropout": 0.2}
 CAPS = {"model__attn_logit_softcapping": 2.0, **WINDOWS}
+GATED = {"model__attention_output_gate": True}
 RECOMPUTE = {"recompute__granularity": "selective", "recompute__modules": ["attention"]}
 PP = {"parallel__pp": 2, "parallel__schedule": "1f1b", "model__num_layers": 4}
 TWO_LEVELS = {
@@ -105,6 +106,15 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("varlen", "cp2 tp2 sp dynamic, recompute"): DEALT | TP_SP | RECOMPUTE,
     ("flash_attn", "cp2 dynamic, soft caps"): DEALT | CAPS,
     ("te", "cp2 dynamic, windows"): DEALT | WINDOWS,
+    ("flash", "cp2 ring, output gates"): _cp("p2p") | GATED,
+    ("cudnn", "tp2 sp, output gates"): TP_SP | GATED,
+    ("efficient", "recompute, output gates"): RECOMPUTE | GATED,
+    ("math", "cp2 a2a, output gates"): _cp("a2a") | GATED,
+    ("math blocks", "recompute, output gates"): RECOMPUTE | GATED,
+    ("flex", "cp2 ring, soft caps, output gates"): _cp("p2p") | CAPS | GATED,
+    ("flash_attn", "documents, recompute, output gates"): PACKED | RECOMPUTE | GATED,
+    ("varlen", "cp2 dynamic, output gates"): DEALT | GATED,
+    ("te", "tp2 sp, documents, output gates"): TP_SP | PACKED | GATED,
 }  # fmt: skip
 OF_GPUS = {"varlen": TakenBackends("varlen"), "windows": TakenBackends("auto", "varlen")}
 """What a run on a GPU takes by itself."""
@@ -131,6 +141,7 @@ SLOW = [
     ("flex", "cp2 dynamic, soft caps, sinks"),
     ("varlen", "cp2 tp2 sp dynamic, recompute"),
     ("flash_attn", "cp2 dynamic, soft caps"),
+    ("flash", "cp2 ring, output gates"),
 ]
 
 

@@ -56,6 +56,15 @@ FEATURES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "rope": {"scaling": "yarn", "factor": 4.0, "original_positions": 8, "truncate": False},
     },
+    "gated attention": {  # of Qwen3-Next
+        "attention_output_gate": True,
+        "qk_norm": "head",
+        "norm_plus_one": True,
+        "qkv_bias": True,
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "rope": {"fraction": 0.5},
+    },
     "capped sinks": {"attention_sinks": True, "attn_logit_softcapping": 1.5},
     "llama3": {"rope": {"scaling": "llama3", "factor": 8.0, "original_positions": 8}},
     "deepseek": {

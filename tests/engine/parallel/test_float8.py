@@ -55,6 +55,12 @@ def test_layouts_agree(recipe, layout):
     assert_close(run(float8_spec(LAYOUTS[layout], recipe)), alone(recipe))
 
 
+@pytest.mark.slow
+def test_layouts_agree_with_output_gates():
+    gated = {"model__attention_output_gate": True}
+    assert_close(run(float8_spec(LAYOUTS["tp2 sp"], "delayed", **gated)), run(float8_spec({}, "delayed", **gated)))
+
+
 DEPTHS = {
     "model__mtp": {"num_layers": 2, "loss_coeff": 0.7},
     "precision__fp8": {"recipe": "delayed", "last_layers_bf16": 4},

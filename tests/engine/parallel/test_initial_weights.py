@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp3": {"parallel__dp": 3, "batch__global_batch_size": 6},  # rows that three ranks share unevenly
     "tp4, more ranks than key/value heads": {"parallel__tp": 4, "model__vocab_size": 64} | SHARED,
     "tp2 dp2": {"parallel__tp": 2, "parallel__dp": 2, "model__vocab_size": 62, "model__attention_sinks": True},
+    "tp4, output gates": {"parallel__tp": 4, "model__vocab_size": 64, "model__attention_output_gate": True} | SHARED,
     "tp2 latent attention": {
         "parallel__tp": 2,
         "model__vocab_size": 62,

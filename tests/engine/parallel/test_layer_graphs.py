@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero1": {"parallel__dp": 2, "parallel__data_sharding": "optim"},
     "dp2 zero2": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads", "batch__micro_batch_size": 1},
     "windows": {"model__sliding_window": 5},
+    "output gates": {"model__attention_output_gate": True},
     "selective": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "activation"]},
     "full": {"recompute__granularity": "full"},
     "overlap": {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},

@@ -83,6 +83,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "key and value heads that ranks share": (SP, {"model__num_query_groups": 1}),
     "biases": (SP, {"model__qkv_bias": True, "model__attention_output_bias": True, "model__mlp_bias": True}),
     "latent attention": (SP, LATENT),
+    "output gates": (SP, {"model__attention_output_gate": True}),
     "one projection up": ({"tp": 2}, {"model__activation": "gelu"}),
     "zero-centered norms": (SP, {"model__norm_plus_one": True, "model__norm_placement": "both"}),
     "zero-centered norms of means": (SP, {"model__norm": "layernorm", "model__norm_plus_one": True, **PARALLEL}),

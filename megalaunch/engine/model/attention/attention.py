@@ -67,7 +67,10 @@ class SelfAttention(nn.Module):
 
 @overridable
 class Attention(SelfAttention):
-    """Causal grouped-query attention: each of the G key/value heads serves N / G query heads."""
+    """Causal grouped-query attention: each of the G key/value heads serves N / G query heads.
+
+    With an output gate, o_proj gets out * sigmoid(x W_gate^T), elementwise (Qiu et al. 2025, arXiv:2505.06708).
+    """
 
     sinks_layout = COLUMN_PARALLEL
 
@@ -80,6 +83,7 @@ class Attention(SelfAttention):
         self.q_proj = Linear(hidden_size, queries, COLUMN_PARALLEL, config.qkv_bias)
         self.k_proj = Linear(hidden_size, keys, groups, config.qkv_bias)
         self.v_proj = Linear(hidden_size, keys, groups, config.qkv_bias)
+        self.gate_proj = Linear(hidden_size, queries, COLUMN_PARALLEL, config.qkv_bias) if config.output_gate else None
         self.o_proj = Linear(queries, hidden_size, ROW_PARALLEL, config.output_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.q_norm: nn.Module | None = None
@@ -94,7 +98,8 @@ class Attention(SelfAttention):
     @property
     def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
         """The projections, those that share an input as one group (`ProjectionBlock`)."""
-        return (self.q_proj, self.k_proj, self.v_proj), (self.o_proj,)
+        entries = (self.q_proj, self.k_proj, self.v_proj)
+        return (entries if self.gate_proj is None else (*entries, self.gate_proj)), (self.o_proj,)
 
     def forward(
         self,
@@ -113,15 +118,30 @@ class Attention(SelfAttention):
             layer_cache: The KV cache, for generation: it is updated, and queries also attend to the earlier positions.
             seeds_BN: Dropout seeds of this rank's heads; None: no attention weight is dropped.
         """
-        queries, keys, values = self.tp_region.column_parallel_linear(x_BSH, self.q_proj, self.k_proj, self.v_proj)
+        entries, _ = self.projection_groups
+        queries, keys, values, *gate = self.tp_region.column_parallel_linear(x_BSH, *entries)
         q_BNSD, k_BGTD = self._normed(queries, self.q_norm), self._normed(keys, self.k_norm)
         if rotation is not None:
             q_BNSD, k_BGTD = apply_rope_to_both(q_BNSD, k_BGTD, rotation)
         v_BGTD = self._heads(values)
         if layer_cache is not None:
             k_BGTD, v_BGTD = layer_cache.update(k_BGTD, v_BGTD)
-        out_BNSD = self.core_save_policy(self.core_attention, attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN)
+        core = self.gated_core_attention if gate else self.core_attention
+        out_BNSD = self.core_save_policy(core, attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN, *gate)
         return self.tp_region.row_parallel_linear(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
+
+    def gated_core_attention(
+        self,
+        attend: AttentionFn,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seeds_BN: Tensor | None,
+        gate_BSF: Tensor,
+    ) -> Tensor:
+        """Compute core attention and gate its output, as a function that the save policy may call again."""
+        out_BNSD = self.core_attention(attend, queries, keys, values, seeds_BN)
+        return out_BNSD * self._heads(gate_BSF).sigmoid()
 
     def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         """Split into heads, [B, S, f] -> [B, n, S, D], normed per head or over all heads together."""
