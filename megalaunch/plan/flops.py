@@ -54,7 +54,8 @@ def attention_weights(model: ModelSpec) -> int:
     heads, hidden, mla = model.num_attention_heads, model.hidden_size, model.mla
     if mla.kv_lora_rank is None:
         queries = heads * head_dim
-        return hidden * (queries + 2 * groups * head_dim) + queries * hidden
+        gates = queries if model.attention_output_gate else 0
+        return hidden * (queries + gates + 2 * groups * head_dim) + queries * hidden
     head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     query = hidden * heads * head
     if mla.q_lora_rank is not None:

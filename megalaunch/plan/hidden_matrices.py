@@ -42,7 +42,7 @@ def hidden_matrices(model: ModelSpec, kind: Layer) -> Iterator[HiddenMatrix]:
 def _attention(model: ModelSpec) -> Iterator[HiddenMatrix]:
     head_dim, groups, _ = check_resolved(model)
     hidden, queries = model.hidden_size, model.num_attention_heads * head_dim
-    yield HiddenMatrix(queries, hidden, "tp")
+    yield HiddenMatrix(queries, hidden, "tp", 2 if model.attention_output_gate else 1)
     yield HiddenMatrix(groups * head_dim, hidden, "groups", 2)
     yield HiddenMatrix(hidden, queries, "tp")
 

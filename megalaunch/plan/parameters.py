@@ -173,8 +173,9 @@ def _attention(model: ModelSpec) -> tuple[int, int, int]:
     if mla.kv_lora_rank is not None:
         return _latent_attention(model, mla.kv_lora_rank, sinks)
     queries, keys = heads * head_dim, groups * head_dim
-    weights = hidden * (queries + 2 * keys) + queries * hidden
-    biases = (queries + 2 * keys if model.qkv_bias else 0) + (hidden if model.attention_output_bias else 0)
+    entries = queries * (2 if model.attention_output_gate else 1) + 2 * keys
+    weights = hidden * entries + queries * hidden
+    biases = (entries if model.qkv_bias else 0) + (hidden if model.attention_output_bias else 0)
     norms = {
         "none": 0,
         "head": 2 * norm_parameters(model, head_dim),

@@ -114,6 +114,8 @@ BASE = ("model=tiny",)  # 2 layers, hidden 32, ffn 64, 4 heads of 8, 2 groups
         (("model.qk_norm=head", "model.norm=layernorm"), 5 * 32 + 2 * 2 * (8 + 8)),
         (("model.position_embedding=learned", "model.max_position_embeddings=100"), 100 * 32),
         (("model.attention_sinks=true",), 2 * 4),
+        (("model.attention_output_gate=true",), 2 * 32 * 32),
+        (("model.attention_output_gate=true", "model.qkv_bias=true"), 2 * (32 * 32 + 32 + 32 + 16 + 16)),
         (("model.moe.num_experts=4",), 2 * (3 * 3 * 32 * 64 + 4 * 32)),
         (("model.moe.num_experts=4", "model.moe.router_bias=true"), 2 * (3 * 3 * 32 * 64 + 4 * 33)),
         (("model.moe.num_experts=4", "model.moe.balance_bias=true"), 2 * (3 * 3 * 32 * 64 + 4 * 32)),

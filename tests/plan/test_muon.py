@@ -25,6 +25,7 @@ EXPERTS = {
 }
 MODELS = {
     "gated": {},
+    "gated attention": {"model__attention_output_gate": True},
     "plain, with biases": {"model__activation": "gelu", "model__mlp_bias": True, "model__qkv_bias": True},
     "experts and a depth of mtp": {"model__moe": EXPERTS, "model__mtp": {"num_layers": 1}},
     "latent attention": {"model__mla": MLA, "model__num_query_groups": None, "model__head_dim": None},

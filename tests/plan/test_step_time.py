@@ -187,6 +187,7 @@ def test_weights_of_many_virtual_stages_are_gathered_again(seventy):
         {"recompute__granularity": "full"},
         {"cluster__node_bandwidth": 5.0},
         {"precision__compute_dtype": "fp32"},
+        {"model__attention_output_gate": True},
     ],
 )
 def test_what_makes_a_step_slower(seventy, change):

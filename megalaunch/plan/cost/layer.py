@@ -188,7 +188,8 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
 def _projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
     heads, groups, head_dim = model.num_attention_heads, model.num_query_groups or 1, model.head_dim or 0
     queries, keys = heads * head_dim / shape.tp, head_dim * max(groups / shape.tp, 1.0)
-    yield Matmul(shape.tokens, model.hidden_size, queries + 2 * keys)
+    gates = queries if model.attention_output_gate else 0
+    yield Matmul(shape.tokens, model.hidden_size, queries + gates + 2 * keys)
     yield Matmul(shape.tokens, queries, model.hidden_size)
 
 
@@ -224,6 +225,10 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
     inner = _inner_traffic(model, stack)
     values = stack.norm_traffic.value * hidden / part + stack.rotary_traffic.value * rotated
     casts: float = 2 * hidden
+    if model.attention_output_gate:
+        gates = query * model.num_attention_heads / tp
+        values += stack.output_gate_traffic.value * gates
+        casts += gates
     if kind.experts:
         moe = model.moe
         arriving = shape.expert_rows.arriving / part

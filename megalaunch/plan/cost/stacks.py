@@ -34,6 +34,7 @@ class Stack:
         matmul_16, matmul_8: efficiency of large matmuls within a training step, of the 16-bit and 8-bit peak.
         norm_traffic: values moved per hidden value by the norms and residuals of a layer, both passes.
         rotary_traffic: values moved per value with RoPE, both passes.
+        output_gate_traffic: values moved per value of attention's output by its gate, both passes.
         swiglu_traffic, gated_traffic, plain_traffic: values moved per inner value of SwiGLU, of other gated blocks and
             of plain ones, both passes.
         cast_traffic: bytes moved per value of inputs and gradients of fp8 matmuls: amax, scale, cast, transpose.
@@ -58,6 +59,7 @@ class Stack:
     matmul_8: Constant
     norm_traffic: Constant
     rotary_traffic: Constant
+    output_gate_traffic: Constant
     swiglu_traffic: Constant
     gated_traffic: Constant
     plain_traffic: Constant
@@ -89,6 +91,7 @@ _MATMUL_16 = "efficiency of large matmuls, of the 16-bit peak"
 _MATMUL_8 = "efficiency of large matmuls, of the 8-bit peak"
 _NORM = "values moved per hidden value by norms and residuals, both passes of a layer"
 _ROTARY = "values moved per value with RoPE, both passes"
+_OUTPUT_GATE = "values moved per value of attention's output by its gate, both passes"
 _SWIGLU = "values moved per inner value of SwiGLU, both passes"
 _GATED = "values moved per inner value of another gated block, both passes"
 _PLAIN = "values moved per inner value of a plain block, both passes"
@@ -120,6 +123,7 @@ MEGATRON = Stack(
     ),
     norm_traffic=Constant(_NORM, 16.0, "fused kernels read and write each value once"),
     rotary_traffic=Constant(_ROTARY, 4.0, "the same"),
+    output_gate_traffic=Constant(_OUTPUT_GATE, 8.0, "the same"),
     swiglu_traffic=Constant(_SWIGLU, 8.0, "the same"),
     gated_traffic=Constant(_GATED, 8.0, "the same"),
     plain_traffic=Constant(_PLAIN, 5.0, "the same"),
@@ -162,6 +166,7 @@ PYTORCH_EAGER = replace(
     meaning="one kernel an operator, norms and RoPE in fp32, FSDP2, torch's flash attention",
     norm_traffic=Constant(_NORM, 118.0, "counted: norms of 18 operators in fp32, residuals"),
     rotary_traffic=Constant(_ROTARY, 22.0, "counted: complex product in fp32, casts"),
+    output_gate_traffic=Constant(_OUTPUT_GATE, 14.0, "counted: sigmoid 5, product 9"),
     swiglu_traffic=Constant(_SWIGLU, 29.0, "2.98 ms, 8192 x 16384, H100 (operator by operator, Liger)"),
     gated_traffic=Constant(_GATED, 29.0, "as SwiGLU"),
     launches=Constant(_LAUNCHES, 150.0, "counted"),

@@ -35,6 +35,7 @@ class LayerDims:
         residual_bytes: bytes of the residual stream.
         attention_output_copies: saved copies of attention's output; those of split documents, and of a rank's two
             chunks if each is a call, are saved once more.
+        gate_width: width of the output gate; 0 without one.
         num_heads: query heads.
         saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
         input_projections: projections of a feed-forward block's input (1, or 2: gate and up).
@@ -43,7 +44,8 @@ class LayerDims:
         expert_rows: rows per token that the rank's experts compute.
         local_experts: experts of the rank.
         summed_rows: rows per token whose outputs the rank sums up.
-        kept_query_key_width: width of queries and keys before RoPE, which fused projections keep with the values.
+        kept_width: width of queries and keys before RoPE, and of the output gate before its sigmoid, which fused
+            projections keep with the values.
         qk_norm_rows: rows of queries and keys that QK norm normalises per token: heads, or all of them together (2).
         router_bytes: bytes of the router's dtype.
         router_copies_input: its input is a tensor of its own.
@@ -75,6 +77,7 @@ class LayerDims:
     value_width: float
     attention_output_width: float
     attention_output_copies: float
+    gate_width: float
     num_heads: float
     ffn_width: float
     expert_ffn_width: float
@@ -95,7 +98,7 @@ class LayerDims:
     q_lora_rank: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    kept_query_key_width: float
+    kept_width: float
     qk_norm_rows: float
     parallel_residual: bool
     post_norm: bool
@@ -134,10 +137,9 @@ class LayerDims:
 def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> LayerDims:
     """Return the dimensions of one layer on one rank."""
     dtypes, activation_bytes = dtypes.of_layer(kind), dtype_bytes(dtypes.compute_dtype)
-    tp, mla, moe = dtypes.tp, model.mla, model.moe
+    tp, mla, moe, rows = dtypes.tp, model.mla, model.moe, _expert_rows(model, dtypes)
     fp8 = dtypes.compute_dtype == "fp8" and profile.fp8_inputs
     (local_heads, groups), (query, key, value, output) = local_heads_and_groups(model, tp), attention_widths(model, tp)
-    rows = _expert_rows(model, dtypes)
     return LayerDims(
         activation_bytes=activation_bytes,
         matmul_input_bytes=1 if fp8 else activation_bytes,
@@ -153,6 +155,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         value_width=value,
         attention_output_width=output,
         attention_output_copies=1.5 if dtypes.dynamic_cp else 2.0 if _is_called_by_chunk(dtypes) else 1.0,
+        gate_width=output if model.attention_output_gate else 0.0,
         num_heads=local_heads,
         ffn_width=model.ffn_hidden_size / tp,
         expert_ffn_width=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
@@ -173,7 +176,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         q_lora_rank=mla.q_lora_rank or 0,
         kv_lora_rank=mla.kv_lora_rank or 0,
         qk_rope_head_dim=mla.qk_rope_head_dim,
-        kept_query_key_width=query + key if fp8 and _keeps_fused_outputs(model, kind, dtypes, profile) else 0.0,
+        kept_width=_kept_width(model, kind, dtypes, query + key) if fp8 and profile.input_copies and tp > 1 else 0.0,
         qk_norm_rows={"none": 0, "full": 2, "head": local_heads + groups}[model.qk_norm],
         parallel_residual=model.parallel_residual,
         post_norm=model.norm_placement != "pre",
@@ -198,10 +201,16 @@ def _expert_rows(model: ModelSpec, dtypes: DtypesAndGroups) -> ExpertRows:
     return ExpertRows.of(model.moe, dtypes.ep, dtypes.etp, sharing, dtypes.moe_load_imbalance)
 
 
-def _keeps_fused_outputs(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> bool:
-    """Return whether queries, keys and values are one tensor, of which RoPE makes new queries and keys."""
+def _kept_width(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, query_key: float) -> float:
+    """Return the width of what nothing else saves of queries, keys and output gate, which are one tensor with values.
+
+    RoPE makes new queries and keys. A gate is saved itself where attention is recomputed, else its sigmoid.
+    """
     makes_others = kind.rotated and model.mla.kv_lora_rank is None and model.qk_norm == "none"
-    return profile.input_copies and dtypes.tp > 1 and makes_others
+    kept = query_key if makes_others else 0.0
+    if model.attention_output_gate and "attention" not in dtypes.recompute_modules:
+        kept += attention_widths(model, dtypes.tp)[0]
+    return kept
 
 
 def _input_gradient_buffers(dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:

@@ -64,8 +64,8 @@ ATTENTION = (
         ("attention",),
     ),
     OpRow(
-        "queries and keys before RoPE, in one tensor with the values",
-        lambda d: d.activation_bytes * d.kept_query_key_width,
+        "queries and keys before RoPE, and output gate before its sigmoid, in one tensor with the values",
+        lambda d: d.activation_bytes * d.kept_width,
     ),
     OpRow(
         "queries and keys, before QK norm",
@@ -90,6 +90,12 @@ ATTENTION = (
         lambda d: d.activation_bytes * d.attention_output_width + 4 * d.num_heads if d.scales_output else 0,
         recomputed_by=("attention",),
     ),
+    OpRow(
+        "attention's output before its gate",
+        lambda d: d.activation_bytes * d.gate_width if d.matmul_input_bytes == d.activation_bytes else 0,
+        recomputed_by=("attention",),
+    ),
+    OpRow("sigmoid of the output gate, or the gate", lambda d: d.activation_bytes * d.gate_width),
     OpRow(
         "attention's output, input of the output projection",
         lambda d: d.matmul_input_bytes * d.attention_output_width * d.attention_output_copies,
@@ -315,7 +321,7 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile:
 
 def _output_gradients(d: LayerDims) -> float:
     """Return the bytes of the gradients of the outputs of a layer's projections and norms."""
-    attention = d.query_width + d.key_width + d.value_width
+    attention = d.query_width + d.key_width + d.value_width + d.gate_width
     if d.experts:
         routed = d.expert_rows * (d.input_projections * d.expert_ffn_width + d.hidden_size)
         block = routed / d.sequence_shards + d.input_projections * d.shared_ffn_width

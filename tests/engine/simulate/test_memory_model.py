@@ -57,6 +57,7 @@ TWO_LEVELS = ("parallel.cp_comm_type=a2a+p2p", "parallel.hierarchical_context_pa
 FLEX = "model.attention_backend=flex"
 MATH = "model.attention_backend=math"
 SINKS = "model.attention_sinks=true"
+GATED = "model.attention_output_gate=true"
 OFFLOADED = "optimizer.optimizer_offload_fraction"
 MAIN_IN_BF16 = "precision.main_params_dtype=bf16"
 ALL_KEYS = ("model.num_query_groups=16", "model.ffn_hidden_size=1024")
@@ -155,6 +156,11 @@ CASES = [
     Case("dp", 1, (8, 4, 1024), LOSS, shape=QWEN3),  # norms of queries and keys
     Case("dp", 1, (8, 4, 1024), LOSS, ("model.qk_norm=full",)),
     Case("tp4sp", 4, (8, 4, 1024), LOSS, ("model.qk_norm=full",)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, GATED)),
+    Case("dp", 1, (8, 4, 2048), LOSS, (*NARROW, GATED, SELECTIVE, "recompute.modules=[attention]")),
+    Case("tp4sp", 4, (8, 4, 2048), LOSS, (FEW_WORDS, GATED)),
+    Case("cp4", 4, (4, 2, 4096), LAYER, (*NARROW, GATED)),
+    Case("dp", 1, (8, 4, 1024), LAYER, (FEW_WORDS, GATED, MATH)),
     Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("tp4sp", 4, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("cp2", 2, (4, 2, 1024), LAYER, shape=DROPPING),
@@ -330,6 +336,7 @@ CASES += [
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, SELECTIVE, "recompute.modules=[attention]"),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "model.attention_backend=flash"),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, MATH),
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, GATED),
     _on_processors("tp2", 2, (8, 4, 512), LOSS),
     _on_processors("tp2sp", 2, (8, 4, 512), LOSS),
     _on_processors("tp4sp", 4, (8, 4, 512), LOSS, *NARROW),

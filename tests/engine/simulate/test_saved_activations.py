@@ -46,6 +46,7 @@ SHAPES = (
     ("model.qk_norm=full",),
     ("model.qk_norm=head",),
     ("model.parallel_residual=true",),
+    ("model.attention_output_gate=true",),
 )
 LATENT_SHAPES = (
     ("model.mla.kv_lora_rank=24", "model.mla.q_lora_rank=40", *HEADS),

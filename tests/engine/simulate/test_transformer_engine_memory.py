@@ -16,6 +16,7 @@ LLAMA = (
     "model.num_attention_heads=16", "model.num_query_groups=4", "model.head_dim=64", "model.vocab_size=16384",
 )  # fmt: skip
 FEW_WORDS = "model.vocab_size=1024"
+GATED = "model.attention_output_gate=true"
 EXPERTS = ("model=mixtral_8x7b", *LLAMA[1:7], FEW_WORDS)
 LATENT = (
     "model=deepseek_v2_lite", "model.num_layers=3", "model.moe.num_experts=null", *LLAMA[2:5], FEW_WORDS,
@@ -38,6 +39,9 @@ CASES = [
     ("dp", 1, (8, 4, 1024), LATENT),
     ("tp2", 2, (8, 4, 1024), (*LLAMA, FEW_WORDS)),
     ("tp2sp", 2, (8, 4, 1024), (*LLAMA, FEW_WORDS)),
+    ("dp", 1, (8, 4, 2048), (*LLAMA, FEW_WORDS, GATED)),
+    ("tp4", 4, (8, 4, 2048), (*LLAMA, FEW_WORDS, GATED)),
+    ("tp4sp", 4, (8, 4, 2048), (*LLAMA, FEW_WORDS, GATED, "recompute=selective", "recompute.modules=[attention]")),
     ("tp4sp", 4, (8, 4, 2048), (*LLAMA, FEW_WORDS)),
     ("tp4sp", 4, (8, 1, 8192), (*LLAMA, FEW_WORDS)),
     ("cp2", 2, (8, 4, 2048), (*LLAMA, FEW_WORDS)),
