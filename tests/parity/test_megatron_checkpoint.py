@@ -51,6 +51,7 @@ def all_logits(decoder: Decoder, tokens_BS: torch.Tensor, depths: int) -> list[t
     [
         ("llama", 1, False, False),
         ("llama", 2, True, False),
+        ("gated attention", 2, True, False),
         ("gpt", 1, True, False),
         ("gpt", 2, False, False),
         ("mixtral", 1, True, False),

@@ -47,14 +47,18 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-RANKS = [(1, False), (2, False), (2, True)]
+RANKS = [(1, False, False), (2, False, False), (2, True, False), (2, True, True)]
 
 
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), slow_but(RANKS, (1, False), (2, True)))
-def test_loss_and_every_gradient(ranks, sequence_parallel):
+@pytest.mark.parametrize(("ranks", "sequence_parallel", "gated"), slow_but(RANKS, RANKS[0], RANKS[2], every=[RANKS[3]]))
+def test_loss_and_every_gradient(ranks, sequence_parallel, gated):
     """Theirs without sequence parallelism, which its local layers lack; ours is held to it in both forms."""
     spec = small_spec(
-        parallel__dp=1, parallel__tp=ranks, parallel__sequence_parallel=sequence_parallel, model__vocab_size=64
+        parallel__dp=1,
+        parallel__tp=ranks,
+        parallel__sequence_parallel=sequence_parallel,
+        model__vocab_size=64,
+        model__attention_output_gate=gated,
     )
     for answer in run_ranks(ranks, both, spec, timeout=120):
         np.testing.assert_allclose(*answer["losses"], rtol=1e-6)

@@ -155,6 +155,7 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--window-size '(127,0)' --window-attn-skip-freq 2", "model.sliding_window_pattern", 2),
         ("--window-size 127,0 --window-attn-skip-freq [1,1,0]*2", "model.sliding_window_pattern", 3),
         ("--softmax-type learnable", "model.attention_sinks", True),
+        ("--attention-output-gate", "model.attention_output_gate", True),
         ("--attention-backend flash", "model.attention_backend", "flash"),
         ("--attention-backend fused", "model.attention_backend", "cudnn"),
         ("--attention-backend unfused", "model.attention_backend", "math"),

@@ -56,6 +56,7 @@ _LLAMA = {
     "rotary_percent": 0.5,
     "untie_embeddings_and_output_weights": True,
 }
+_GATED = {**_LLAMA, "attention_output_gate": True}
 _GPT = {
     **_SHAPE,
     "group_query_attention": False,
@@ -120,6 +121,7 @@ _DENSE_LATENT = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
+    "gated attention": _GATED,
     "gpt": _GPT,
     "mixtral": _MIXTRAL,
     "deepseek": _DEEPSEEK,
@@ -286,6 +288,7 @@ def _model(arguments: dict[str, Any], ranks: int, stacked: bool) -> Any:
         add_bias_linear=given.add_bias_linear,
         add_qkv_bias=given.add_qkv_bias,
         qk_layernorm=given.qk_layernorm,
+        attention_output_gate=arguments.get("attention_output_gate", False),
         **_experts(arguments),
         **_others(arguments),
         **WITHOUT_KERNELS,

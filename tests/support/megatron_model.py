@@ -80,6 +80,7 @@ def _model(spec: ModelSpec, length: int, ranks: int) -> Any:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        attention_output_gate=spec.attention_output_gate,
         **WITHOUT_KERNELS,
         tensor_model_parallel_size=ranks,
     )
@@ -123,9 +124,10 @@ def tensors_of(spec: ModelSpec, ours: Tensors, rank: int, ranks: int) -> dict[st
 
 
 def _by_group(spec: ModelSpec, ours: Tensors, prefix: str) -> Tensor:
-    """Queries, key and value of each group one after the other."""
+    """Queries, their output gates if there are any, key and value of each group one after the other."""
     groups = spec.num_query_groups or spec.num_attention_heads
+    names = ("q", "gate", "k", "v") if spec.attention_output_gate else ("q", "k", "v")
     parts: Iterator[tuple[Tensor, ...]] = zip(
-        *(ours[f"{prefix}{part}_proj.weight"].chunk(groups) for part in "qkv"), strict=True
+        *(ours[f"{prefix}{part}_proj.weight"].chunk(groups) for part in names), strict=True
     )
     return torch.cat([torch.cat(part) for part in parts])

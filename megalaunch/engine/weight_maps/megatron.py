@@ -61,8 +61,9 @@ def _layer(model: ModelSpec, layer: Layer, theirs: str, ours: str, singleton: bo
 
 
 def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
+    names = ("q", "gate", "k", "v") if model.attention_output_gate else ("q", "k", "v")
     for part in _parts(model.qkv_bias):
-        yield _interleaved_qkv(f"{theirs}linear_qkv.{part}", [f"{ours}{name}_proj.{part}" for name in "qkv"], model)
+        yield _interleaved_qkv(f"{theirs}linear_qkv.{part}", [f"{ours}{name}_proj.{part}" for name in names], model)
     for part in _parts(model.attention_output_bias):
         yield rename(f"{theirs}linear_proj.{part}", f"{ours}o_proj.{part}")
     if model.qk_norm == "head":
@@ -148,9 +149,10 @@ def _norm_parts(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _interleaved_qkv(theirs: str, ours: Sequence[str], model: ModelSpec) -> WeightMapping:
-    """Map the fused QKV matrix. Its rows are: queries of group 0, its key, its value, queries of group 1, ..."""
+    """Map the fused QKV matrix. Its rows are: queries of group 0, any gates of them, its key, its value, ..."""
     groups, width = model.num_query_groups or model.num_attention_heads, resolve_head_dim(model)
-    rows = [model.num_attention_heads // groups * width, width, width]
+    queries = model.num_attention_heads // groups * width
+    rows = [queries] * (len(ours) - 2) + [width, width]
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (fused,) = tensors

@@ -141,6 +141,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "window-attn-skip-freq": (1, "model.sliding_window_pattern"),
     "attention-backend": (1, "model.attention_backend"),
     "softmax-type": (1, "model.attention_sinks"),
+    "attention-output-gate": (0, "model.attention_output_gate"),
     "untie-embeddings-and-output-weights": (0, "model.tie_word_embeddings"),
     "multi-latent-attention": (0, "model.mla.kv_lora_rank"),
     "moe-layer-freq": (1, "model.moe.first_k_dense_replace model.moe.layer_freq"),

@@ -30,7 +30,7 @@ def model_values(given: Arguments) -> Values:
 
 
 def _heads(given: Arguments, values: Values) -> None:
-    """Convert the attention heads: query groups, head width, softmax scale."""
+    """Convert the attention heads: query groups, head width, softmax scale, output gate."""
     groups = given.integer("num-query-groups")
     if given.has("group-query-attention"):
         values["model.num_query_groups"] = groups or 1
@@ -45,6 +45,7 @@ def _heads(given: Arguments, values: Values) -> None:
     scale = given.number("softmax-scale")
     if scale:
         values["model.query_pre_attn_scalar"] = 1 / scale**2
+    values["model.attention_output_gate"] = given.has("attention-output-gate")
 
 
 def _blocks(given: Arguments, values: Values) -> None:

@@ -21,7 +21,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "hybrid_layer_pattern": (None,),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
-    "attention_output_gate": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
     "rotary_interleaved": (None, False),
     "qk_l2_norm": (None, False),

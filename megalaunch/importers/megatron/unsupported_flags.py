@@ -139,7 +139,6 @@ UNSUPPORTED: dict[str, str] = {
     "non-persistent checkpoints are those of type local (checkpoint.local)": "non-persistent-global-ckpt-dir",
     "the only QK norm is RMSNorm": "qk-l2-norm export-qk-l2-norm qk-clip qk-clip-*",
     "initial weights have a normal distribution": "init-method-xavier-uniform",
-    "attention output gates are not supported": "attention-output-gate",
     "only RoPE with one position per token is supported": "mrope-section",
     "only residuals from before the norm are supported": "apply-residual-connection-post-layernorm",
     "muP is not supported": "use-mup mup-*",
