@@ -133,10 +133,13 @@ def decide(state: DirectoryState, spec: RunSpec) -> Decision:
 def _extension_notes(stored: RunSpec, spec: RunSpec) -> tuple[str, ...]:
     if spec.train.steps <= stored.train.steps:
         return ()
+    schedules = f"learning rate schedule (schedule.decay_steps={spec.schedule.decay_steps})"
+    if spec.schedule.weight_decay_grows:
+        schedules += f", the weight decay (schedule.weight_decay_incr_steps={spec.schedule.weight_decay_incr_steps})"
     return (
         f"train.steps is raised from {stored.train.steps} to {spec.train.steps}; unchanged are the "
-        f"learning rate schedule (schedule.decay_steps={spec.schedule.decay_steps}) and the order of the first "
-        f"{spec.data.num_samples} samples; samples beyond the epochs of those are shuffled again",
+        f"{schedules} and the order of the first {spec.data.num_samples} samples; "
+        "samples beyond the epochs of those are shuffled again",
     )
 
 

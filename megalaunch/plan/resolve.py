@@ -188,6 +188,11 @@ def _keep_open(spec: RunSpec, stored: RunSpec) -> _Changes:
     """Return the values of a begun run that apply where the new overrides leave them open."""
     pairs: Mapping[str, tuple[Any, Any, Any]] = {
         "schedule.decay_steps": (spec.schedule.decay_steps, None, stored.schedule.decay_steps),
+        "schedule.weight_decay_incr_steps": (
+            spec.schedule.weight_decay_incr_steps,
+            None,
+            stored.schedule.weight_decay_incr_steps,
+        ),
         "data.num_samples": (spec.data.num_samples, None, stored.data.num_samples),
         "model.vocab_size": (spec.model.vocab_size, None, stored.model.vocab_size),
         "precision.compute_dtype": (spec.precision.compute_dtype, "auto", stored.precision.compute_dtype),
@@ -327,7 +332,9 @@ def _for_every_stage(share: int, spec: RunSpec) -> int:
 def _horizons(spec: RunSpec) -> _Changes:
     changes: _Changes = {}
     if spec.schedule.decay_steps is None:
-        changes["schedule.decay_steps"] = _decay_steps(spec)
+        changes["schedule.decay_steps"] = _full_batches(spec)
+    if spec.schedule.weight_decay_grows and spec.schedule.weight_decay_incr_steps is None:
+        changes["schedule.weight_decay_incr_steps"] = _full_batches(spec)
     if spec.data.num_samples is None:
         changes["data.num_samples"] = (
             samples_requested(spec),
@@ -338,7 +345,8 @@ def _horizons(spec: RunSpec) -> _Changes:
     return changes
 
 
-def _decay_steps(spec: RunSpec) -> tuple[int, str]:
+def _full_batches(spec: RunSpec) -> tuple[int, str]:
+    """Return the length of a run in steps of its final batch size, and how it follows."""
     if spec.batch.rampup_batch_size is None:
         return spec.train.steps, "train.steps"
     return max(1, samples_requested(spec) // spec.batch.global_batch_size), "samples of the run / global_batch_size"

@@ -1,4 +1,4 @@
-"""The `schedule` section: the learning rate schedule."""
+"""The `schedule` section: the schedules of learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megalaunch.schema.setting import setting
 class ScheduleSpec:
     """Learning rate schedule: linear warmup, then lr = min_lr + f * (optimizer.lr - min_lr), f as in Megatron.
 
+    The weight decay may have a schedule, too.
     Steps are those of batch.global_batch_size; during a batch size rampup a step counts as its share of that batch.
     """
 
@@ -52,3 +53,22 @@ class ScheduleSpec:
     wsd_decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting(
         "linear", "Shape of the final decay of wsd."
     )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting(
+        "constant",
+        "Growth of the weight decay from start_weight_decay to end_weight_decay; constant: optimizer.weight_decay.",
+    )
+    start_weight_decay: float | None = setting(None, "Weight decay before the first step, if it grows.", minimum=0)
+    end_weight_decay: float | None = setting(
+        None, "Weight decay at and after weight_decay_incr_steps, if it grows.", minimum=0
+    )
+    weight_decay_incr_steps: int | None = setting(
+        None,
+        "Steps in which the weight decay grows; null: train.steps (the samples of the run / global_batch_size).",
+        "steps",
+        minimum=1,
+    )
+
+    @property
+    def weight_decay_grows(self) -> bool:
+        """Whether the weight decay has a schedule, in place of optimizer.weight_decay."""
+        return self.weight_decay_incr_style != "constant"

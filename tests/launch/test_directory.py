@@ -132,6 +132,10 @@ def test_raising_the_steps_says_what_stays(tmp_path):
     assert "train.steps is raised from 20 to 40" in note
     assert "schedule.decay_steps=20" in note
     assert "first 160 samples" in note
+    assert "weight decay" not in note
+    growth = {"schedule__weight_decay_incr_style": "linear", "schedule__weight_decay_incr_steps": 20}
+    (note,) = decide(inspect_run(begun(tmp_path / "other")), tiny_spec(train__steps=40, **growth)).notes
+    assert "the weight decay (schedule.weight_decay_incr_steps=20)" in note
 
 
 def test_an_empty_spec_file_does_not_block_a_resume(tmp_path):

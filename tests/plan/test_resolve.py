@@ -254,6 +254,17 @@ def test_horizons_follow_the_steps_and_stay_as_they_began():
     assert elsewhere.precision.compute_dtype == "fp32"
 
 
+def test_a_growing_weight_decay_grows_over_the_run_as_it_began():
+    growth = ("schedule.weight_decay_incr_style=linear", "schedule.start_weight_decay=0", "schedule.end_weight_decay=1")
+    first, _ = resolved("recipe=tiny", "data.corpus=x", *growth)
+    assert first.schedule.weight_decay_incr_steps == 20
+    longer, _ = resolved("recipe=tiny", "data.corpus=x", "train.steps=40", *growth, stored=first)
+    assert (longer.train.steps, longer.schedule.weight_decay_incr_steps) == (40, 20)
+    asked, _ = resolved("recipe=tiny", *growth, "schedule.weight_decay_incr_steps=7", stored=first)
+    assert asked.schedule.weight_decay_incr_steps == 7
+    assert resolved("recipe=tiny")[0].schedule.weight_decay_incr_steps is None
+
+
 def test_resolving_twice_changes_nothing():
     for overrides in (["recipe=quickstart"], ["recipe=llama3_8b", "parallel=tp4pp4"]):
         spec, _ = resolved(*overrides)

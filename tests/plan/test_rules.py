@@ -100,6 +100,13 @@ def test_a_learning_rate_that_is_far_too_high_has_a_fix():
     assert finding.fixes
 
 
+def test_the_decay_that_removes_weights_may_be_the_last_of_a_schedule():
+    growth = ("schedule.weight_decay_incr_style=linear", "schedule.start_weight_decay=0")
+    (finding,) = findings(*growth, "schedule.end_weight_decay=100")
+    assert (finding.rule, finding.path) == ("optimizer.decay_by_rate", "schedule.end_weight_decay")
+    assert "lr 0.01 x end_weight_decay 100 = 1" in finding.message
+
+
 def test_more_workers_than_the_cores_can_carry():
     spec, composition = resolved(*TINY, "parallel=dp64", "batch.global_batch_size=128")
     machine = replace(LAPTOP, memory_bytes=2**40)

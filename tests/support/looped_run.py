@@ -26,7 +26,7 @@ from megalaunch.schema.spec_file import write_spec
 
 # Of a line in metrics.jsonl, what does not depend on the clock or the machine.
 SAME = (
-    *("step", "loss", "grad_norm", "learning_rate", "tokens", "loss_scale", "skipped_steps"),
+    *("step", "loss", "grad_norm", "learning_rate", "weight_decay", "tokens", "loss_scale", "skipped_steps"),
     *("validation_loss", "validation_loss/first", "validation_loss/blend"),
 )
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_ranks import run_ranks
 from plain_mtp import plain_mtp_loss
-from plain_optimizers import plain_optimizer
+from plain_optimizers import plain_optimizer, set_weight_decay
 from proofs import Proof, record
 
 from megalaunch.data.samples.sample import Sample, positions_within
@@ -166,6 +166,7 @@ def one_process(spec: RunSpec, prepare: Prepare | None = None, modules: LayerMod
         for group in optimizer.param_groups:
             first = spec.schedule.warmup_init_lr
             group["lr"] = first + (group["peak"] - first) * min(1, schedule_position(spec, step + 1) / WARMUP)
+            set_weight_decay(group, spec.schedule, schedule_position(spec, step + 1))
         optimizer.step()
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
@@ -205,12 +206,12 @@ class _NotingOptimizer(Optimizer):
         self._model, self._spec = model, spec
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def step(self, rate: float, divisor: float, embedding_lr: float | None) -> None:
+    def step(self, rate: float, divisor: float, embedding_lr: float | None, weight_decay: float) -> None:
         """Update, after the note."""
         if not self.gradients:
             named = self._model.named_parameters()
             self.gradients = {name: whole(name, p.grad, self._spec) for name, p in named}
-        super().step(rate, divisor, embedding_lr)
+        super().step(rate, divisor, embedding_lr, weight_decay)
 
 
 def device_type(spec: RunSpec) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from megalaunch.schema.optimizer import OptimizerSpec
+from megalaunch.schema.schedule import ScheduleSpec
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -33,7 +36,7 @@ class DecoupledSGD(torch.optim.SGD):
         """Update every parameter."""
         for group in self.param_groups:
             for weight in group["params"]:
-                weight *= 1 - group["lr"] * group["decay"]
+                weight *= 1 - group["lr"] * group["decoupled_decay"]
         super().step()
 
 
@@ -76,6 +79,17 @@ def plain_optimizer(spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> t
     return kind(groups, lr=spec.lr, betas=betas, eps=spec.epsilon, foreach=False)
 
 
+def set_weight_decay(group: dict[str, Any], schedule: ScheduleSpec, position: float) -> None:
+    """Set the weight decay of a group that has one to what a growing one is at a position of the schedule."""
+    key = "decoupled_decay" if "decoupled_decay" in group else "weight_decay"
+    if schedule.weight_decay_incr_style == "constant" or group[key] == 0:
+        return
+    share = min(1.0, position / schedule.weight_decay_incr_steps)
+    if schedule.weight_decay_incr_style == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    group[key] = (1 - share) * schedule.start_weight_decay + share * schedule.end_weight_decay
+
+
 def _group(spec: OptimizerSpec, name: str, parameter: nn.Parameter) -> dict[str, object]:
     """What is particular to one parameter."""
     is_table = name in ("embedding.weight", "head.weight")
@@ -83,7 +97,7 @@ def _group(spec: OptimizerSpec, name: str, parameter: nn.Parameter) -> dict[str,
     hidden = parameter.ndim > 1 and not is_table and "router" not in name
     return {
         "params": [parameter],
-        "decay" if spec.name == "sgd" else "weight_decay": decay,
+        "decoupled_decay" if spec.name == "sgd" else "weight_decay": decay,
         "peak": spec.embedding_lr if is_table and spec.embedding_lr is not None else spec.lr,
         "muon": hidden,
         "momentum": spec.momentum,

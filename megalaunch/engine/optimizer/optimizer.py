@@ -26,11 +26,11 @@ _TABLES = ("embedding.weight", "head.weight")
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that are updated by one rule with one weight decay and one learning rate."""
+    """Parameters that are updated by one rule, with one learning rate, and with weight decay or without."""
 
     names: list[str]
     rule: UpdateRule
-    weight_decay: float
+    has_weight_decay: bool
     has_embedding_lr: bool
 
 
@@ -53,7 +53,7 @@ class Optimizer:
         self.outer = outer
         self._model, self._parameters = model, dict(model.named_parameters())
         self._states: dict[str, ParameterState] = {}
-        self._state_dtype = moment_dtype(precision)
+        self._state_dtype, self._weight_decay = moment_dtype(precision), spec.weight_decay
         # A pipeline stage may have no parameters, and then builds nothing.
         with build_for(next((param.device for param in self.parameters), torch.device("cpu"))):
             self._groups = _groups(self._parameters, spec, precision)
@@ -69,20 +69,28 @@ class Optimizer:
         return list(self._parameters.values())
 
     @torch.no_grad()
-    def step(self, learning_rate: float, divisor: float = 1.0, embedding_lr: float | None = None) -> None:
+    def step(
+        self,
+        learning_rate: float,
+        divisor: float = 1.0,
+        embedding_lr: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
         """Update the parameters with gradients / divisor, and drop the gradients. Collective over pipeline stages.
 
         Args:
             learning_rate: Learning rate of this update.
             divisor: Gradients are divided by it inside fused updates, which saves a pass over them (clipping).
             embedding_lr: Learning rate of embedding and head; None: `learning_rate`.
+            weight_decay: Weight decay of this update; None: `optimizer.weight_decay`.
         """
+        decay = self._weight_decay if weight_decay is None else weight_decay
         rates = [embedding_lr if group.has_embedding_lr else None for group in self._groups]
         updates = [
             partial(
                 Update,
                 learning_rate=learning_rate if rate is None else rate,
-                weight_decay=group.weight_decay,
+                weight_decay=decay if group.has_weight_decay else 0.0,
                 divisor=divisor,
             )
             for group, rate in zip(self._groups, rates, strict=True)
@@ -163,18 +171,18 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
 
 
 def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, precision: PrecisionSpec) -> list[_Group]:
-    """Return the groups of parameters by rule, weight decay and learning rate.
+    """Return the groups of parameters by rule, whether they decay, and learning rate.
 
     Under muon the matrices of the blocks are groups of their own; embedding, head, routers and vectors have AdamW.
     """
     elementwise, muon = _elementwise_rule(spec), None
     if spec.name == "muon":
         muon = Muon(spec, torch.float32 if compute_dtype(precision) == torch.float32 else torch.bfloat16)
-    groups: dict[tuple[UpdateRule, float, bool], list[str]] = {}
+    groups: dict[tuple[UpdateRule, bool, bool], list[str]] = {}
     for name, p in parameters.items():
-        weight_decay = spec.weight_decay if p.ndim >= 2 and not name.endswith(".bias") else 0.0
+        decays = p.ndim >= 2 and not name.endswith(".bias")
         rule = muon if muon is not None and _is_hidden_matrix(name, p) else elementwise
-        groups.setdefault((rule, weight_decay, name in _TABLES), []).append(name)
+        groups.setdefault((rule, decays, name in _TABLES), []).append(name)
     return [_Group(names, *key) for key, names in groups.items()]
 
 

@@ -32,6 +32,8 @@ def step_metrics(
         "data_seconds": waited,
         "memory_bytes": memory_bytes,
     }
+    if result.weight_decay is not None:
+        line["weight_decay"] = result.weight_decay
     if result.loss_scale is not None:
         line["loss_scale"] = result.loss_scale
     if result.loss_scale is not None or result.updates.skipped_steps:

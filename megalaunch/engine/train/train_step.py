@@ -32,6 +32,7 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.moe.load import ExpertStats, expert_counts
 from megalaunch.engine.optimizer.learning_rate import embedding_learning_rate, learning_rate
 from megalaunch.engine.optimizer.optimizer import Optimizer
+from megalaunch.engine.optimizer.weight_decay import weight_decay
 from megalaunch.engine.parallel.float8 import begin_float8_step, end_float8_step, update_float8_scales
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.platform.registry import platform_of
@@ -57,6 +58,7 @@ class StepResult:
     `loss` is the decoder's, `mtp_losses` are those of MTP depths. `experts` summarizes the load of the experts, and
     `expert_counts` are the tokens sent to each of them [layers, experts], on the CPU; None without.
     `loss_scale` is that of this step in fp16, `skipped` says whether it was skipped, `updates` is for the next step.
+    `weight_decay` is that of a schedule; None: it is constant.
     """
 
     loss: float
@@ -70,6 +72,16 @@ class StepResult:
     loss_scale: float | None = None
     skipped: bool = False
     updates: UpdateState = field(default_factory=UpdateState)
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What the schedules give one update; `embedding` is the learning rate of embedding and head, None: `learning`."""
+
+    learning: float
+    embedding: float | None
+    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -180,8 +192,8 @@ class TrainStep:
         overflowed = stats.finite_losses and not math.isfinite(stats.grad_norm) and updates.may_skip(limits)
         self._require_good(step, batch, counts, losses, stats, overflowed)
         skipped = overflowed or stats.grad_norm > (self._spec.optimizer.skip_step_grad_norm or math.inf)
-        rate, embedding_lr = self._learning_rates(step - updates.skipped_steps)
-        self._update(step, (rate, embedding_lr), stats, skipped=skipped)
+        rates = self._rates(step - updates.skipped_steps)
+        self._update(step, rates, stats, skipped=skipped)
         self._updates = updates.after(limits, skipped=skipped, overflowed=overflowed)
         experts = loads = None
         if stats.expert_sums is not None and stats.expert_sums_on_host is not None:
@@ -192,7 +204,7 @@ class TrainStep:
         return StepResult(
             stats.loss,
             stats.grad_norm,
-            rate,
+            rates.learning,
             total,
             stats.stop,
             experts,
@@ -201,6 +213,7 @@ class TrainStep:
             None if updates.loss_scale is None else updates.factor,
             skipped,
             self._updates,
+            rates.weight_decay if self._spec.schedule.weight_decay_grows else None,
         )
 
     @property
@@ -242,16 +255,15 @@ class TrainStep:
             samples = len(samples_of_step(self._spec, step))
             self._forward_backward.set_microbatches(samples // (batch.micro_batch_size or 1))
 
-    def _update(self, step: int, rates: tuple[float, float | None], stats: StepReduction, *, skipped: bool) -> None:
+    def _update(self, step: int, rates: _Rates, stats: StepReduction, *, skipped: bool) -> None:
         """Update the parameters with clipped, unscaled gradients; a skipped step drops them. Then end a round."""
         if skipped:
             self._optimizer.drop_grads()
         else:
-            rate, embedding_lr = rates
             norm = stats.replica_norms[self._replica] / self._updates.factor
             divisor = clip_divisor(norm, self._spec.optimizer.clip_grad) * self._updates.factor
             end_float8_step(self._model, self._mesh)
-            self._optimizer.step(rate, divisor, embedding_lr)
+            self._optimizer.step(rates.learning, divisor, rates.embedding, rates.weight_decay)
             update_float8_scales(self._model)
         if self._outer is not None:
             self._outer.step_if_due(step)
@@ -263,12 +275,15 @@ class TrainStep:
             mine = [batch.valid_tokens, *batch.mtp_valid_tokens]
         return total_valid_tokens(mine, problem, step - 1, self._mesh.device)
 
-    def _learning_rates(self, update: int) -> tuple[float, float | None]:
-        """Return the learning rate of an update, and that of embedding and head if they have one of their own."""
+    def _rates(self, update: int) -> _Rates:
+        """Return the learning rates and the weight decay of an update."""
         schedule, optimizer = self._spec.schedule, self._spec.optimizer
         position = schedule_position(self._spec, update)
-        own = embedding_learning_rate(schedule, optimizer.embedding_lr, position)
-        return learning_rate(schedule, optimizer.lr, position), own
+        return _Rates(
+            learning_rate(schedule, optimizer.lr, position),
+            embedding_learning_rate(schedule, optimizer.embedding_lr, position),
+            weight_decay(schedule, optimizer.weight_decay, position),
+        )
 
     def _require_good(
         self,

@@ -15,6 +15,7 @@ _NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "learning_rate": "train/learning_rate",
+    "weight_decay": "train/weight_decay",
     "tokens": "train/tokens",
     "loss_scale": "train/loss_scale",
     "skipped_steps": "train/skipped_steps",

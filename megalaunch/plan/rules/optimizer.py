@@ -89,13 +89,16 @@ def epsilon(at: RuleContext) -> Iterator[Violation]:
 @rule("optimizer.decay_by_rate", "lr x weight_decay is below 1.")
 def decay_by_rate(at: RuleContext) -> Iterator[Violation]:
     """Decoupled weight decay multiplies every weight by 1 - lr * weight_decay, which would be 0 or negative."""
-    lr, decay = at.spec.optimizer.lr, at.spec.optimizer.weight_decay
+    grows, lr = at.spec.schedule.weight_decay_grows, at.spec.optimizer.lr
+    key = "schedule.end_weight_decay" if grows else "optimizer.weight_decay"
+    decay = (at.spec.schedule.end_weight_decay or 0.0) if grows else at.spec.optimizer.weight_decay
     if lr * decay >= 1:
+        name = key.partition(".")[2]
         yield Violation(
-            "optimizer.weight_decay",
-            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g} removes a weight entirely in one step",
-            {"lr": lr, "weight_decay": decay},
-            ({"optimizer.weight_decay": 0.1}, {"optimizer.lr": 3e-4}),
+            key,
+            f"lr {lr:g} x {name} {decay:g} = {lr * decay:g} removes a weight entirely in one step",
+            {"lr": lr, name: decay},
+            ({key: 0.1}, {"optimizer.lr": 3e-4}),
         )
 
 
@@ -176,6 +179,19 @@ register_inert(
         "optimizer.name",
         lambda spec: spec.optimizer.name in ("sgd", "muon"),
         "the optimizer is neither sgd nor muon (its moments: optimizer.beta1)",
+    )
+)
+register_inert(
+    InertSetting(
+        "optimizer.weight_decay_idle",
+        "optimizer.weight_decay is set only if the weight decay is constant.",
+        "A growing one has a start and an end.",
+        ("optimizer.weight_decay",),
+        "schedule.weight_decay_incr_style",
+        lambda spec: not spec.schedule.weight_decay_grows,
+        "the weight decay grows from schedule.start_weight_decay to schedule.end_weight_decay",
+        ({"schedule.weight_decay_incr_style": "constant"},),
+        severity="note",
     )
 )
 register_inert(

@@ -1,4 +1,4 @@
-"""Rules of the learning rate schedule."""
+"""Rules of the schedules of learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -114,6 +114,53 @@ def rate_zero(at: RuleContext) -> Iterator[Violation]:
     )
 
 
+@rule("schedule.weight_decay_ends", "A growing weight decay has a start and an end.")
+def weight_decay_ends(at: RuleContext) -> Iterator[Violation]:
+    """optimizer.weight_decay is neither of them, as in Megatron-LM."""
+    s = at.spec.schedule
+    missing = [name for name in ("start_weight_decay", "end_weight_decay") if getattr(s, name) is None]
+    if s.weight_decay_grows and missing:
+        given = at.spec.optimizer.weight_decay if s.start_weight_decay is None else s.start_weight_decay
+        usual = {"start_weight_decay": 0.0, "end_weight_decay": max(0.1, given)}
+        yield Violation(
+            f"schedule.{missing[0]}",
+            f"with weight_decay_incr_style {s.weight_decay_incr_style} {' and '.join(missing)} must be set",
+            fixes=(
+                {f"schedule.{name}": usual[name] for name in missing},
+                {"schedule.weight_decay_incr_style": "constant"},
+            ),
+        )
+
+
+@rule("schedule.weight_decay_grows", "start_weight_decay is at most end_weight_decay.")
+def weight_decay_grows(at: RuleContext) -> Iterator[Violation]:
+    """As in Megatron-LM a scheduled weight decay grows."""
+    s = at.spec.schedule
+    first, last = s.start_weight_decay, s.end_weight_decay
+    if s.weight_decay_grows and first is not None and last is not None and first > last:
+        yield Violation(
+            "schedule.start_weight_decay",
+            f"start_weight_decay {first:g} is above end_weight_decay {last:g}",
+            {"start_weight_decay": first, "end_weight_decay": last},
+            (
+                {"schedule.start_weight_decay": last, "schedule.end_weight_decay": first},
+                {"schedule.start_weight_decay": 0.0},
+            ),
+        )
+
+
+register_inert(
+    InertSetting(
+        "schedule.weight_decay_idle",
+        "The ends and steps of a growing weight decay are set only if it grows.",
+        "A constant one is optimizer.weight_decay.",
+        ("schedule.start_weight_decay", "schedule.end_weight_decay", "schedule.weight_decay_incr_steps"),
+        "schedule.weight_decay_incr_style",
+        lambda spec: spec.schedule.weight_decay_grows,
+        "the weight decay is constant (schedule.weight_decay_incr_style)",
+        ({"schedule.weight_decay_incr_style": "linear"}, {"schedule.weight_decay_incr_style": "cosine"}),
+    )
+)
 register_inert(
     InertSetting(
         "schedule.warmup_init_idle",

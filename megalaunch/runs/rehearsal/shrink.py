@@ -88,7 +88,7 @@ def _small_batch(spec: RunSpec, pp: int, dp: int, sequence_length: int) -> dict[
 
 
 def _small_schedule(spec: RunSpec) -> dict[str, Any]:
-    """Return a learning rate schedule of STEPS steps with the phases that the run's has."""
+    """Return schedules of STEPS steps, of the learning rate with the phases that the run's has."""
     s = spec.schedule
     warmup = min(1, s.warmup_steps or 0)
     values: dict[str, Any] = {
@@ -98,6 +98,8 @@ def _small_schedule(spec: RunSpec) -> dict[str, Any]:
     }
     if s.wsd_decay_steps is not None:
         values["schedule.wsd_decay_steps"] = min(2, s.wsd_decay_steps)
+    if s.weight_decay_incr_steps is not None:
+        values["schedule.weight_decay_incr_steps"] = STEPS
     return values
 
 

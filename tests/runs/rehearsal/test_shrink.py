@@ -40,6 +40,7 @@ SIZES = {
     *("batch.sequence_length", "batch.micro_batch_size", "batch.global_batch_size"),
     *("cluster.nodes", "cluster.devices_per_node", "cluster.node_bandwidth", "platform.chip"),
     *("schedule.decay_steps", "schedule.warmup_steps", "schedule.warmup_fraction", "schedule.wsd_decay_steps"),
+    "schedule.weight_decay_incr_steps",
     *("train.steps", "train.exit_at_step", "train.validation_interval", "train.loss_chunks", "train.compile"),
     *("train.sample_prompt", "train.sample_tokens", "data.num_samples", "data.validation_tokens"),
     *("tokenizer.vocab_size", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"),
@@ -186,3 +187,6 @@ def test_the_schedule_has_the_phases_of_the_runs():
     assert (s.shape, s.warmup_steps, s.wsd_decay_steps, s.decay_steps) == ("wsd", 1, 2, 4)
     s = shrink(trained_spec(*NODE, "schedule.warmup_fraction=0")).spec.schedule
     assert s.warmup_steps == 0
+    growth = ("weight_decay_incr_style=linear", "start_weight_decay=0", "end_weight_decay=0.1")
+    s = shrink(trained_spec(*NODE, *(f"schedule.{value}" for value in growth))).spec.schedule
+    assert (s.weight_decay_incr_style, s.end_weight_decay, s.weight_decay_incr_steps) == ("linear", 0.1, 4)

@@ -24,6 +24,7 @@ MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
 MEMORY = "checkpoint.memory.interval=2 checkpoint.interval=0 checkpoint.keep_every=0"
 LOCAL = "checkpoint.local.interval=2 checkpoint.local.path=/disk"
 EIGHT_B = (*TINY, "parallel=dp1", "model=llama3_8b", "tokenizer.vocab_size=128256")  # of 96.4 GB with moments
+GROWING_DECAY = "schedule.weight_decay_incr_style=linear schedule.start_weight_decay=0.01 schedule.end_weight_decay=0.2"
 NO_CORPUS = ("recipe=tiny", "data.corpus=null")
 
 BATCH = {
@@ -53,6 +54,14 @@ SCHEDULE = {
         "schedule.warmup_init_lr=0.001 schedule.warmup_steps=0", "schedule.warmup_init_lr=0.001"
     ),
     "schedule.wsd_idle": Case("schedule.wsd_decay_steps=5", "schedule=wsd schedule.wsd_decay_steps=5"),
+    "schedule.weight_decay_ends": Case(
+        "schedule.weight_decay_incr_style=linear schedule.start_weight_decay=0.01", GROWING_DECAY
+    ),
+    "schedule.weight_decay_grows": Case(
+        "schedule.weight_decay_incr_style=cosine schedule.start_weight_decay=0.1 schedule.end_weight_decay=0.01",
+        "schedule.weight_decay_incr_style=cosine schedule.start_weight_decay=0.1 schedule.end_weight_decay=0.1",
+    ),
+    "schedule.weight_decay_idle": Case("schedule.end_weight_decay=0.2", GROWING_DECAY),
     "schedule.constant_floor": Case("schedule=constant", "schedule=constant schedule.min_lr_fraction=0"),
 }
 OPTIMIZER = {
@@ -61,6 +70,7 @@ OPTIMIZER = {
     "optimizer.rate_too_high": Case("optimizer.lr=0.1", "optimizer.lr=0.099"),
     "optimizer.epsilon": Case("optimizer.epsilon=0", "optimizer.epsilon=0 optimizer.name=sgd"),
     "optimizer.decay_by_rate": Case("optimizer.weight_decay=100", "optimizer.weight_decay=99"),
+    "optimizer.weight_decay_idle": Case(f"{GROWING_DECAY} optimizer.weight_decay=0.3", GROWING_DECAY),
     "optimizer.skip_all": Case("optimizer.skip_step_grad_norm=0", "optimizer.skip_step_grad_norm=2"),
     "optimizer.skip_by_clip": Case("optimizer.skip_step_grad_norm=1", "optimizer.skip_step_grad_norm=1.5"),
     "optimizer.offload_needs_adam": Case(
