@@ -201,11 +201,6 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "parallel.data_sharding", "optim"),
         ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "parallel.dp_replicate", 2),
         ("--fp16", "precision.loss_scale.initial", 2.0**32),
-        ("--fp16 --loss-scale 1024", "precision.loss_scale.constant", 1024.0),
-        ("--fp16 --loss-scale 1024", "precision.loss_scale.initial", 65536.0),
-        ("--fp16 --loss-scale 0", "precision.loss_scale.constant", None),
-        ("--fp16 --loss-scale 0", "precision.loss_scale.initial", 2.0**32),
-        ("--bf16 --loss-scale 1024", "precision.loss_scale.constant", None),
         ("--bf16 --grad-reduce-in-bf16", "precision.grad_reduce_dtype", "bf16"),
         ("--bf16 --main-params-dtype bf16", "precision.main_params_dtype", "bf16"),
         ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "precision.exp_avg_dtype", "bf16"),
@@ -247,7 +242,8 @@ def test_all_of_it_composes(tmp_path):
         "--num-experts 4 --moe-layer-freq 2 --window-size 15,0 --cp-comm-type p2p a2a p2p a2a --fp16 --optimizer muon "
         "--data-path 0.7 /a 0.3 '/b c' --step-batch-size-schedule '0:4 1K:8' --recompute-granularity selective "
         "--recompute-modules mlp moe --position-embedding-type rope --use-rope-scaling --lr-decay-style WSD "
-        "--tensor-model-parallel-size 2 --wandb-project NULL"
+        "--tensor-model-parallel-size 2 --wandb-project NULL --weight-decay-incr-style linear "
+        "--start-weight-decay 0.01 --end-weight-decay 0.1"
     )
     imported = import_script(SMALL + flags, "imported", "x")
     spec = compose([f"recipe={write(tmp_path, imported)}"]).spec
@@ -268,12 +264,6 @@ def test_all_of_it_composes(tmp_path):
         ("--num-query-groups 2", "--num-query-groups", "ignored", "without --group-query-attention"),
         ("--sequence-parallel", "--sequence-parallel", "ignored", "at tp 1"),
         ("--qk-l2-norm", "--qk-l2-norm", "unsupported", "the only QK norm"),
-        ("--fp16 --loss-scale 256", "--loss-scale", "mapped", "precision.loss_scale.constant = 256"),
-        ("--bf16 --loss-scale 256", "--loss-scale", "ignored", "only fp16 needs"),
-        ("--fp16 --loss-scale 0", "--loss-scale", "ignored", "selects the dynamic loss scale"),
-        ("--fp16 --loss-scale 0.5", "--loss-scale", "unsupported", "must be at least 1"),
-        ("--fp16 --loss-scale 256 --hysteresis 4", "--hysteresis", "ignored", "has no effect with --loss-scale"),
-        ("--bf16 --hysteresis 4", "--hysteresis", "ignored", "only fp16 needs"),
         (
             "--position-embedding-type relative",
             "--position-embedding-type",

@@ -32,6 +32,7 @@ def training_values(given: Arguments, world: int | None) -> Values:
     _recompute(given, values)
     _batch(given, values, world)
     _schedule(given, values)
+    _weight_decay(given, values)
     _optimizer(given, values)
     _data(given, values)
     _local_checkpoints(given, values)
@@ -277,6 +278,24 @@ def _schedule(given: Arguments, values: Values) -> None:
     if shape == "WSD":
         values["schedule.wsd_decay_steps"] = _steps(given, "lr-wsd-decay", batch) or 0
         values["schedule.wsd_decay_shape"] = given.value("lr-wsd-decay-style") or "exponential"
+
+
+def _weight_decay(given: Arguments, values: Values) -> None:
+    """Convert the weight decay: a constant one, or one that grows over the samples of the run."""
+    style = given.value("weight-decay-incr-style")
+    if style:
+        values["schedule.weight_decay_incr_style"] = style
+    ends = ("start-weight-decay", "end-weight-decay")
+    if style not in ("linear", "cosine"):
+        values["optimizer.weight_decay"] = given.number("weight-decay", 0.01)
+        for flag in ends:
+            given.mark_ignored(flag, "the weight decay is constant without --weight-decay-incr-style linear or cosine")
+        return
+    given.mark_ignored("weight-decay", "the weight decay grows from --start-weight-decay to --end-weight-decay")
+    found = {f"schedule.{flag.replace('-', '_')}": given.number(flag) for flag in ends}
+    values |= {key: value for key, value in found.items() if value is not None}
+    if "batch.rampup_batch_size" in values:  # as the learning rate's horizon
+        values["schedule.weight_decay_incr_steps"] = _steps(given, "train", values.get("batch.global_batch_size") or 1)
 
 
 def _steps(given: Arguments, name: str, batch: int) -> int | None:

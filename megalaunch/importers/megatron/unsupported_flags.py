@@ -174,7 +174,6 @@ UNSUPPORTED: dict[str, str] = {
         activation-offload-fraction
     """,
     "the batch size must be divisible among the ranks; it is never decreased": "decrease-batch-size-if-needed",
-    "weight decay is constant": "start-weight-decay end-weight-decay weight-decay-incr-style",
     "QK norms have no weight decay": "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
     "this variant of muon is not supported": "muon-*",
     "freezing weights is not supported": "freeze-all-layers",
