@@ -19,20 +19,22 @@ def _found(*overrides: str) -> list[Finding]:
     return [each for each in check(spec, composition.origins, "validate", LAPTOP) if each.rule == "fp8.library_once"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("recompute=full",), "recompute.granularity"),
-        (("recompute=selective", "recompute.modules=[attention,moe]"), "recompute.modules"),
-        (("parallel.overlap_moe_expert_parallel_comm=true",), "parallel.overlap_moe_expert_parallel_comm"),
-        (("recompute=selective", "recompute.modules=[attention]"), None),
-    ],
-)
-def test_a_layer_computes_once_in_a_pass(overrides, key):
-    found = _found(*overrides)
-    assert [finding.path for finding in found] == ([] if key is None else [key])
-    assert all(finding.fixes for finding in found)
-    assert not _found(*overrides, "precision.fp8.recipe=tensorwise")
+def test_a_layer_computes_once_in_a_pass():
+    overlap = "parallel.overlap_moe_expert_parallel_comm=true"
+    (found,) = _found(overlap)
+    assert found.fixes
+    assert not _found(overlap, "precision.fp8.recipe=tensorwise")
+
+
+RECOMPUTED = [("recompute=full",), ("recompute=selective", "recompute.modules=[attention,moe]")]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("attention", [(), ("model.attention_backend=te", "precision.fp8.dot_product_attention=true")])
+def test_layers_may_be_recomputed(recompute, attention):
+    spec, composition = resolved(*LIBRARY, "model.sliding_window=null", *attention, *recompute)
+    found = check(spec, composition.origins, "validate", LAPTOP)
+    assert [each.rule for each in found if each.severity == "error"] == []
 
 
 IN_ATTENTION = (*LIBRARY, "model.attention_backend=te", "model.sliding_window=null")
@@ -61,9 +63,3 @@ def test_attention_in_fp8_is_refused_where_there_is_no_kernel(overrides, rules):
     refused = [each for each in found if each.rule.startswith("fp8.attention_")]
     assert [each.rule.removeprefix("fp8.attention_") for each in refused] == rules
     assert all(each.fixes for each in refused)
-
-
-@pytest.mark.parametrize("recompute", [("recompute=selective", "recompute.modules=[attention]"), ("recompute=full",)])
-def test_attention_in_fp8_is_not_recomputed(recompute):
-    (found,) = _found("model.attention_backend=te", "precision.fp8.dot_product_attention=true", *recompute)
-    assert found.fixes

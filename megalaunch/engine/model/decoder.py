@@ -20,7 +20,7 @@ from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.decoder_layer import make_block
 from megalaunch.engine.model.dropout import DropoutMasks, make_dropout_masks, maybe_dropout, no_dropout
 from megalaunch.engine.model.layer_modules import STANDARD_MODULES, LayerModules
-from megalaunch.engine.model.layers import Embedding, Norm, SavePolicy, save_activations
+from megalaunch.engine.model.layers import Contexts, Embedding, Norm, SavePolicy, save_activations
 from megalaunch.engine.model.linear import CastsWeights, Linear
 from megalaunch.engine.model.moe.balancing import ONE_RANK, Balancing
 from megalaunch.engine.model.moe.dispatcher import TokenDispatcher
@@ -97,6 +97,7 @@ class Decoder(nn.Module):
         self.amax_histories: DelayedScales | None = None  # of delayed fp8 scaling
         self.param_gather: ParamGather | None = None  # of weights in fp8
         self.library_layers: tuple[CastsWeights, ...] = ()  # that compute this part's linear layers and experts
+        self.checkpoint_contexts: Contexts | None = None  # of layers whose scales change between both passes
         self.group_save_policy: SavePolicy = save_activations
         self.recompute_groups: Sequence[Sequence[str]] = ()
         """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""

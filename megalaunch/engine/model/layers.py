@@ -6,6 +6,7 @@ Each module declares as a `ParamLayout` how its parameters are sharded over tens
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +22,10 @@ from megalaunch.kernels.overridable import is_overridden, overridable, target_na
 from megalaunch.kernels.rms_norm import rms_norm, rms_norm_sharded
 
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
+
+
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+"""Returns a context for the forward pass of a function, and one for its recomputation."""
 
 
 class SavePolicy(Protocol):

@@ -18,7 +18,7 @@ from megalaunch.engine.model.attention.latent_attention import LatentAttention
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.decoder_layer import DecoderLayer
 from megalaunch.engine.model.layer_modules import FeedForwardModule
-from megalaunch.engine.model.layers import Norm, Output, SavePolicy
+from megalaunch.engine.model.layers import Contexts, Norm, Output, SavePolicy
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.moe.experts import Experts
 from megalaunch.engine.model.moe.moe_layer import MoELayer
@@ -39,7 +39,7 @@ def apply_recompute(
     Modules of a library user may draw from torch's generators (`nn.Dropout`): their recomputation draws the same.
     With `split_backward` the gradients of inputs and of weights are computed in two passes, by a zero-bubble schedule.
     """
-    whole = Checkpoint(observer, not model.has_standard_modules, split_backward)
+    whole = Checkpoint(observer, not model.has_standard_modules, split_backward, lambda: model.checkpoint_contexts)
     layers = list(model.all_layers.values())
     if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
         names = list(model.layers)
@@ -104,11 +104,14 @@ class Checkpoint:
         observer: Gets the phases of recomputation.
         preserve_rng_state: Whether the function may draw from torch's generators; the standard modules do not.
         split_backward: Whether two backward passes read what the function saves.
+        find_contexts: Returns the contexts that the layers of a library ask for, if it does, where none observes and
+            one backward pass reads.
     """
 
     observer: StepObserver = NO_OBSERVER
     preserve_rng_state: bool = False
     split_backward: bool = False
+    find_contexts: Callable[[], Contexts | None] = lambda: None
 
     def __call__(self, function: Callable[..., Output], /, *inputs: Any) -> Output:
         """Run the function under `torch.utils.checkpoint`, which finds the device of its generator by the inputs."""
@@ -118,6 +121,8 @@ class Checkpoint:
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         if self.observer is not NO_OBSERVER:  # torch.compile does not trace a call with a `context_fn`
             settings["context_fn"] = self.observer.checkpoint_contexts
+        elif (of_layers := self.find_contexts()) is not None:
+            settings["context_fn"] = of_layers
         output: Output = checkpoint(function, *inputs, **settings)
         return output
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from megalaunch.engine.model.layers import Output
-
-Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
-"""Returns a context for the forward pass, and one for the recomputation."""
+from megalaunch.engine.model.layers import Contexts, Output
 
 
 def checkpoint_split_backward(

@@ -83,11 +83,12 @@ def apply_transformer_engine(
         made.append(layer)
         kept.append(layer.histories([names[projection] for projection in group]))
     if settings.dot_product_attention:
-        kept.extend(apply_float8_attention(model, layers, library, settings, mesh.device))
+        kept.extend(apply_float8_attention(model, layers, library, autocast, settings, mesh.device))
     model.library_layers = tuple(made)
     if is_delayed:
         model.register_forward_pre_hook(autocast.begin_pass)
         model.register_forward_hook(autocast.end_pass, always_call=True)
+        model.checkpoint_contexts = autocast.checkpoint_contexts
         model.amax_histories = TransformerEngineHistories(kept, autocast, partial(_forget_weights, made))
 
 
@@ -207,7 +208,7 @@ class TransformerEngineLinear:
         weight_FH = weights_FH[0] if len(weights_FH) == 1 else apply_function(_FusedWeight, self, *weights_FH)
         if self.sequence_parallel:  # Transformer Engine's collectives are along the first dim
             x = x.transpose(0, 1)
-        with self._autocast.of_layer():
+        with self._autocast.of_layer(self._layer):
             named = {"is_first_microbatch": not self._holds_weights}
             given = {"weight": weight_FH, **self._norm_params()}
             y: Tensor = functional_call(self._layer, given, (x.contiguous(),), named)

@@ -24,6 +24,7 @@ def apply_float8_attention(
     model: Decoder,
     layers: Mapping[str, Linear | GroupedLinear],
     library: TransformerEngine,
+    autocast: Autocast,
     settings: Float8Spec,
     device: torch.device,
 ) -> Iterator[HistoriesOfLayer]:
@@ -37,5 +38,5 @@ def apply_float8_attention(
             block.register_forward_pre_hook(outside.begin_pass)
             block.register_forward_hook(outside.end_pass, always_call=True)
         else:
-            block.float8 = Float8Attention(settings.amax_history_len, device)
+            block.float8 = Float8Attention(autocast, settings.amax_history_len, device)
             yield HistoriesOfLayer(block.float8, (f"{name}.core_attention",), operands=OF_ATTENTION)

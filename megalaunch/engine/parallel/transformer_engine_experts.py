@@ -98,7 +98,7 @@ class _GroupedProjection:
     def __call__(self, x_PH: Tensor, weight_EFH: Tensor, counts: list[int]) -> Tensor:
         """Return x W_e^T, [P, H] -> [P, F]."""
         weights = {f"weight{expert}": weight_FH for expert, weight_FH in enumerate(weight_EFH.unbind())}
-        with self._autocast.of_layer():
+        with self._autocast.of_layer(self.layer):
             named = {"is_first_microbatch": not self.holds_weights}
             y_PF: Tensor = functional_call(self.layer, weights, (x_PH.contiguous(), counts), named)
         self.holds_weights = True

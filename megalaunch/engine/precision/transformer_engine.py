@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalaunch.platform.package_interface import missing_names
 from megalaunch.schema.precision import Float8Spec
+
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
+"""The directions of a layer's scales and histories, as Transformer Engine calls them."""
 
 _RECIPES = {
     "delayed": "DelayedScaling",
@@ -111,6 +114,10 @@ class Autocast:
     one context spans a forward pass of the decoder. None is within it: the layer after an inner one would be a first
     layer too.
 
+    What is recomputed in a backward pass has the scales of its forward pass, and leaves the histories as they are.
+    (`pytorch.checkpoint` would make an entry in all of them for each function that is recomputed, and has no early
+    stop.)
+
     Args:
         library: Transformer Engine.
         settings: The recipe.
@@ -131,6 +138,7 @@ class Autocast:
         self._library, self._recipe, self._group = library, library.make_recipe(settings), group
         self._enabled = enabled
         self._pass: AbstractContextManager[Any] | None = None
+        self._noted: list[tuple[Any, Tensor]] | None = None
         self.has_passed = False
 
     def begin_pass(self, *args: Any) -> None:
@@ -144,10 +152,42 @@ class Autocast:
             ended, self._pass = self._pass, None
             ended.__exit__(None, None, None)
 
-    def of_layer(self) -> AbstractContextManager[Any]:
+    def of_layer(self, layer: Any) -> AbstractContextManager[Any]:
         """Return the context for a call of a layer."""
         self.has_passed |= not torch.is_grad_enabled()
+        self.note_scales(layer)
         return self._enter() if self._pass is None else nullcontext()
+
+    def note_scales(self, layer: Any) -> None:
+        """Note the scales with which a layer is about to compute, if it will be recomputed."""
+        if self._noted is not None and torch.is_grad_enabled():
+            self._noted.append((layer, layer.get_fp8_meta_tensors()[FORWARD][0]))
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return a context for the forward pass of a checkpointed function, and one for its recomputation."""
+        noted: list[tuple[Any, Tensor]] = []
+        return self._noting(noted), self._recomputing(noted)
+
+    @contextmanager
+    def _noting(self, noted: list[tuple[Any, Tensor]]) -> Iterator[None]:
+        self._noted, before = noted, self._noted
+        try:
+            yield
+        finally:
+            self._noted = before
+
+    @contextmanager
+    def _recomputing(self, noted: list[tuple[Any, Tensor]]) -> Iterator[None]:
+        kept = [(layer, layer.get_fp8_meta_tensors()) for layer, _ in noted]
+        for (layer, scale), (_, now) in zip(noted, kept, strict=True):
+            layer.reset_fp8_meta_tensors({FORWARD: (scale, now[FORWARD][1]), BACKWARD: now[BACKWARD]})
+        try:
+            # An outermost context that is enabled would make an entry where it ends.
+            with self._library.autocast(enabled=False), self._enter():
+                yield
+        finally:
+            for layer, now in kept:
+                layer.reset_fp8_meta_tensors(now)
 
     def _enter(self) -> AbstractContextManager[Any]:
         return self._library.autocast(enabled=self._enabled, recipe=self._recipe, amax_reduction_group=self._group)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalaunch.engine.precision.transformer_engine import BACKWARD, FORWARD, Autocast
+
 _MATMULS = 3  # that Transformer Engine counts in attention: with as many places for tensors as in 3 linear layers
 
-TENSORS = {"scaling_fwd": 3 * _MATMULS, "scaling_bwd": 2 * _MATMULS}
+TENSORS = {FORWARD: 3 * _MATMULS, BACKWARD: 2 * _MATMULS}
 """How many scales and histories there are in each direction; not all of the places are used."""
 
 Scales = Mapping[str, Sequence[Tensor]]
@@ -27,11 +29,13 @@ class Float8Attention:
     The layer is made in the first pass, which knows the heads of this rank; until then its state is kept here.
 
     Args:
+        autocast: The contexts in which it computes.
         entries: The length of the histories.
         device: Where they are.
     """
 
-    def __init__(self, entries: int, device: torch.device) -> None:
+    def __init__(self, autocast: Autocast, entries: int, device: torch.device) -> None:
+        self._autocast = autocast
         self._layer: Any = None
         self._state: Scales = {
             direction: (torch.ones(count, device=device), torch.zeros(entries, count, device=device))
@@ -39,11 +43,12 @@ class Float8Attention:
         }
 
     def layer(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the layer; `make` makes it, in an autocast."""
+        """Return the layer, which is about to compute; `make` makes it, in an autocast."""
         if self._layer is None:
             self._layer = make()
             self._layer.init_fp8_metadata(num_gemms=_MATMULS)
             self._layer.reset_fp8_meta_tensors(self._state)
+        self._autocast.note_scales(self)
         made: nn.Module = self._layer
         return made
 

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.engine.precision.transformer_engine import Autocast
+from megalaunch.engine.precision.transformer_engine import BACKWARD, FORWARD, Autocast
 from megalaunch.engine.precision.transformer_engine_attention import TENSORS
 
-_FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 Operands = tuple[tuple[str, int, int], ...]
 """Where the operands of a layer are: direction, its tensors for each matmul, and place among these."""
 
-_OF_LINEAR: Operands = ((_FORWARD, 3, 0), (_FORWARD, 3, 1), (_BACKWARD, 2, 0))  # outputs are not cast
+_OF_LINEAR: Operands = ((FORWARD, 3, 0), (FORWARD, 3, 1), (BACKWARD, 2, 0))  # outputs are not cast
 OF_ATTENTION: Operands = tuple(
     (direction, count, place) for direction, count in TENSORS.items() for place in range(count)
 )
@@ -93,8 +92,8 @@ class TransformerEngineHistories:
     ) -> None:
         self._layers, self._autocast, self._forget_weights = layers, autocast, forget_weights
         self._states: dict[str, Tensor] = {}
-        with torch.no_grad(), autocast.of_layer():
-            for each in layers:
+        for each in layers:
+            with torch.no_grad(), autocast.of_layer(each.layer):
                 each.layer.init_fp8_metadata(num_gemms=each.matmuls)
         autocast.has_passed = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from megalaunch.plan.rules.float8 import ALIGNMENT
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
@@ -53,31 +52,20 @@ def recipe(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.library_once", "With delayed scales of Transformer Engine a layer computes once in a pass.")
+@rule("fp8.library_once", "With delayed scales of Transformer Engine a layer computes once in a forward pass.")
 def once(at: RuleContext) -> Iterator[Violation]:
-    """A layer that computes again notes another amax, and one that is recomputed has other scales by then."""
-    if not _is_used(at) or at.spec.precision.fp8.recipe != "delayed":
-        return
-    settings, current = at.spec.recompute, {"precision.fp8.recipe": "tensorwise"}
-    if at.spec.parallel.overlap_moe_expert_parallel_comm:
+    """A layer that computes again writes over the amax that it noted. (One that is recomputed in the backward pass has
+    the scales of its forward pass, and notes nothing.)
+    """
+    if _is_used(at) and at.spec.precision.fp8.recipe == "delayed" and at.spec.parallel.overlap_moe_expert_parallel_comm:
         yield Violation(
             "parallel.overlap_moe_expert_parallel_comm",
             "the overlap calls experts twice in a pass, and Transformer Engine's delayed scales allow one call",
-            fixes=({"parallel.overlap_moe_expert_parallel_comm": False}, current, _NATIVE),
-        )
-    in_fp8 = {"mlp", "moe", "shared_experts"}
-    if at.spec.precision.fp8.dot_product_attention:
-        in_fp8.add("attention")
-    left = [module for module in settings.modules if module not in in_fp8]
-    if settings.granularity == "full" or (settings.granularity == "selective" and left != list(settings.modules)):
-        kept: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": left or ["attention"]}
-        if at.spec.precision.fp8.dot_product_attention and not left:
-            kept["precision.fp8.dot_product_attention"] = False
-        yield Violation(
-            "recompute.granularity" if settings.granularity == "full" else "recompute.modules",
-            "fp8 layers that are recomputed would have other scales than in the forward pass: Transformer Engine has "
-            "updated the delayed ones by then",
-            fixes=({"recompute.granularity": "none"}, kept, current, _NATIVE),
+            fixes=(
+                {"parallel.overlap_moe_expert_parallel_comm": False},
+                {"precision.fp8.recipe": "tensorwise"},
+                _NATIVE,
+            ),
         )
 
 

@@ -206,8 +206,11 @@ PRECISION = {
     "fp8.library_emulation": Case("precision.emulate=true", "precision.emulate=false", LIBRARY),
     "fp8.library_recipe": Case("precision.fp8.recipe=rowwise", "precision.fp8.recipe=delayed", LIBRARY),
     "fp8.library_once": Case(
-        "recompute.modules=[attention,mlp]", "recompute.modules=[attention]",
-        (*LIBRARY, "precision.fp8.recipe=delayed", "recompute.granularity=selective"),
+        "precision.fp8.recipe=delayed", "precision.fp8.recipe=tensorwise",
+        (
+            *MIXTRAL, *BY_LIBRARY, *("batch.global_batch_size=16", "parallel.ep=2", "parallel.dp=8"),
+            "parallel.overlap_moe_expert_parallel_comm=true",
+        ),
     ),
     "fp8.library_wgrad": Case("precision.fp8.wgrad=false", "precision.fp8.wgrad=true", LIBRARY),
     "fp8.library_gather": Case("precision.fp8.param_gather=true", "precision.fp8.param_gather=false", LIBRARY),
