@@ -32,6 +32,7 @@ class OptimizerSpec:
         0.2, "Factor of that scale; 0.2 with spectral: updates as large as AdamW's (Moonlight).", minimum=0
     )
     weight_decay: float = setting(0.1, "Coefficient of the decoupled weight decay of matrices.", minimum=0)
+    apply_wd_to_qk_layernorm: bool = setting(False, "Apply weight decay to the weights of QK norms, too.")
     clip_grad: float = setting(1.0, "Clip gradients to this global norm; 0: no clipping.", minimum=0)
     skip_step_grad_norm: float | None = setting(
         None, "Skip the update of steps whose gradient norm exceeds this; null: skip none.", minimum=0

@@ -13,6 +13,8 @@ SMALL = (
 )
 GROWING_DECAY = "--weight-decay-incr-style cosine --start-weight-decay 0.033 --end-weight-decay 0.3"
 
+QK_DECAY = "--qk-layernorm --apply-wd-to-qk-layernorm"
+
 
 @pytest.mark.parametrize(
     ("flags", "key", "value"),
@@ -32,6 +34,16 @@ GROWING_DECAY = "--weight-decay-incr-style cosine --start-weight-decay 0.033 --e
             "schedule.weight_decay_incr_steps",
             50,
         ),
+        (QK_DECAY, "optimizer.apply_wd_to_qk_layernorm", True),
+        (QK_DECAY, "model.norm_plus_one", False),
+        (QK_DECAY + " --apply-layernorm-1p", "model.norm_plus_one", True),
+        ("--qk-layernorm --apply-layernorm-1p", "model.norm_plus_one", False),
+        (
+            "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm --apply-layernorm-1p",
+            "optimizer.apply_wd_to_qk_layernorm",
+            True,
+        ),
+        ("--apply-wd-to-qk-layernorm", "optimizer.apply_wd_to_qk_layernorm", False),
         ("--start-weight-decay 0.1 --end-weight-decay 0.1", "schedule.start_weight_decay", None),
     ],
 )
@@ -49,6 +61,22 @@ def test_what_flags_mean(flags, key, value):
         ("--fp16 --loss-scale 0.5", "--loss-scale", "unsupported", "must be at least 1"),
         ("--fp16 --loss-scale 256 --hysteresis 4", "--hysteresis", "ignored", "has no effect with --loss-scale"),
         ("--bf16 --hysteresis 4", "--hysteresis", "ignored", "only fp16 needs"),
+        (QK_DECAY, "--apply-wd-to-qk-layernorm", "mapped", "optimizer.apply_wd_to_qk_layernorm = true"),
+        (QK_DECAY + " --apply-layernorm-1p", "--apply-layernorm-1p", "mapped", "model.norm_plus_one = true"),
+        ("--apply-layernorm-1p", "--apply-layernorm-1p", "ignored", "only the stored norm weights differ"),
+        ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm", "ignored", "no QK norm"),
+        (
+            "--apply-wd-to-qk-layernorm --qk-layernorm --multi-latent-attention",
+            "--apply-wd-to-qk-layernorm",
+            "ignored",
+            "no QK norm",
+        ),
+        (
+            "--qk-layernorm --no-weight-decay-cond-type qwen3_next",
+            "--no-weight-decay-cond-type",
+            "unsupported",
+            "must be apply_wd_to_qk_layernorm",
+        ),
         (GROWING_DECAY, "--end-weight-decay", "mapped", "schedule.end_weight_decay = 0.3"),
         (GROWING_DECAY + " --weight-decay 0.5", "--weight-decay", "ignored", "the weight decay grows"),
         ("--end-weight-decay 0.1", "--end-weight-decay", "ignored", "without --weight-decay-incr-style"),

@@ -93,7 +93,8 @@ def set_weight_decay(group: dict[str, Any], schedule: ScheduleSpec, position: fl
 def _group(spec: OptimizerSpec, name: str, parameter: nn.Parameter) -> dict[str, object]:
     """What is particular to one parameter."""
     is_table = name in ("embedding.weight", "head.weight")
-    decay = spec.weight_decay if parameter.ndim > 1 else 0.0
+    is_qk_norm = ".q_norm." in name or ".k_norm." in name
+    decay = spec.weight_decay if parameter.ndim > 1 or (is_qk_norm and spec.apply_wd_to_qk_layernorm) else 0.0
     hidden = parameter.ndim > 1 and not is_table and "router" not in name
     return {
         "params": [parameter],

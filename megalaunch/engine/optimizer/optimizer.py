@@ -37,7 +37,8 @@ class _Group:
 class Optimizer:
     """Update rules on this rank's shards.
 
-    Weight decay applies to matrices, not to vectors (norms, biases) and the biases of experts. The states of a fraction
+    Weight decay applies to matrices and, with `apply_wd_to_qk_layernorm`, to QK norms; not to other vectors (norms,
+    biases) and the biases of experts. The states of a fraction
     of the parameters may be in host memory (`optimizer_offload_fraction`), copied by `host` (None: as the device does).
     `outer` makes the outer steps of `parallel.outer_steps`; `build_optimizer` gives it.
     """
@@ -180,10 +181,16 @@ def _groups(parameters: dict[str, nn.Parameter], spec: OptimizerSpec, precision:
         muon = Muon(spec, torch.float32 if compute_dtype(precision) == torch.float32 else torch.bfloat16)
     groups: dict[tuple[UpdateRule, bool, bool], list[str]] = {}
     for name, p in parameters.items():
-        decays = p.ndim >= 2 and not name.endswith(".bias")
+        is_matrix = p.ndim >= 2 and not name.endswith(".bias")
+        decays = is_matrix or (spec.apply_wd_to_qk_layernorm and _is_qk_norm(name))
         rule = muon if muon is not None and _is_hidden_matrix(name, p) else elementwise
         groups.setdefault((rule, decays, name in _TABLES), []).append(name)
     return [_Group(names, *key) for key, names in groups.items()]
+
+
+def _is_qk_norm(name: str) -> bool:
+    """Return whether a parameter is a weight or bias of the norm of queries or keys; those of latents are not."""
+    return not {"q_norm", "k_norm"}.isdisjoint(name.split("."))
 
 
 def _elementwise_rule(spec: OptimizerSpec) -> UpdateRule:

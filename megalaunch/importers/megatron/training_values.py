@@ -281,7 +281,8 @@ def _schedule(given: Arguments, values: Values) -> None:
 
 
 def _weight_decay(given: Arguments, values: Values) -> None:
-    """Convert the weight decay: a constant one, or one that grows over the samples of the run."""
+    """Convert the weight decay: a constant one, or one that grows over the samples of the run; and that of QK norms."""
+    _qk_norm_decay(given, values)
     style = given.value("weight-decay-incr-style")
     if style:
         values["schedule.weight_decay_incr_style"] = style
@@ -296,6 +297,24 @@ def _weight_decay(given: Arguments, values: Values) -> None:
     values |= {key: value for key, value in found.items() if value is not None}
     if "batch.rampup_batch_size" in values:  # as the learning rate's horizon
         values["schedule.weight_decay_incr_steps"] = _steps(given, "train", values.get("batch.global_batch_size") or 1)
+
+
+def _qk_norm_decay(given: Arguments, values: Values) -> None:
+    """Convert the weight decay of QK norms; stored minus 1, their weights decay to 1."""
+    older, kind = "no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"
+    if given.has(older) and given.value(older) != kind:
+        given.mark_unsupported(older, f"must be {kind}, got {given.value(older)}")
+    asked = given.has("apply-wd-to-qk-layernorm") or given.value(older) == kind
+    if asked and given.has("qk-layernorm") and not given.has("multi-latent-attention"):
+        values["optimizer.apply_wd_to_qk_layernorm"] = True
+        if given.has("apply-layernorm-1p"):
+            values["model.norm_plus_one"] = True
+    else:
+        for flag in ("apply-wd-to-qk-layernorm", older):
+            given.mark_ignored(flag, "the model has no QK norm")
+    given.mark_ignored(
+        "apply-layernorm-1p", "the same function: only the stored norm weights differ (minus 1)"
+    ) if "model.norm_plus_one" not in values else None
 
 
 def _steps(given: Arguments, name: str, batch: int) -> int | None:

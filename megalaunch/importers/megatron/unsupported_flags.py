@@ -32,7 +32,6 @@ IGNORED: dict[str, str] = {
     "precision.exp_avg_dtype, precision.main_params_dtype and their like take effect by themselves": """
         use-precision-aware-optimizer
     """,
-    "the same function: only the stored norm weights differ (minus 1)": "apply-layernorm-1p",
     "the same function: only the order of the rows of query and key weights differs": "rotary-interleaved",
     "--position-embedding-type alone selects the position embedding": "no-position-embedding",
     "megalaunch computes softmax and loss in fp32": "fp16-lm-cross-entropy output-logit-dtype",
@@ -174,7 +173,6 @@ UNSUPPORTED: dict[str, str] = {
         activation-offload-fraction
     """,
     "the batch size must be divisible among the ranks; it is never decreased": "decrease-batch-size-if-needed",
-    "QK norms have no weight decay": "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
     "this variant of muon is not supported": "muon-*",
     "freezing weights is not supported": "freeze-all-layers",
     "phase transitions are not supported, and steps to skip are train.iterations_to_skip": """

@@ -196,6 +196,17 @@ register_inert(
 )
 register_inert(
     InertSetting(
+        "optimizer.qk_layernorm_idle",
+        "apply_wd_to_qk_layernorm is set only for models with QK norm.",
+        "The norms of latent attention's latents have no weight decay either.",
+        ("optimizer.apply_wd_to_qk_layernorm",),
+        "model.qk_norm",
+        lambda spec: spec.model.qk_norm != "none",
+        "the model has no QK norm (model.qk_norm)",
+    )
+)
+register_inert(
+    InertSetting(
         "optimizer.muon_idle",
         "The muon settings are set only for muon.",
         "The other optimizers do not orthogonalize.",

@@ -1,4 +1,4 @@
-"""A weight decay that grows: megatron-core's values, the same updates under every layout, exact resumption."""
+"""Weight decay that grows, and that of QK norms: the same updates under every layout, Megatron's, and resumption."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from oracle import hold_to_one_process, small_spec
 from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.store import read_tensors
+from megalaunch.engine.model.build import build_decoder
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.optimizer.weight_decay import weight_decay
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
@@ -98,6 +102,51 @@ def test_it_is_that_of_megatron_core(style, batch):
 )
 def test_updates_equal_one_process(name, layout):
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **GROWING, **OPTIMIZERS[name], **LAYOUTS[layout]))
+
+
+QK_NORMS = {
+    "head": {"model__qk_norm": "head"},
+    "full": {"model__qk_norm": "full"},
+    "layernorm": {"model__qk_norm": "head", "model__norm": "layernorm"},
+    "plus one": {"model__qk_norm": "head", "model__norm_plus_one": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("norm", "name", "layout"),
+    slow_but(
+        [
+            *product(["head", "full", "plus one"], ["adamw"], LAYOUTS),
+            *product(["layernorm"], ["sgd"], LAYOUTS),  # AdamW takes the rounding of its biases' tiny gradients whole
+            *product(["head"], ["sgd", "lion", "muon"], ["zero3"]),
+        ],
+        ("head", "adamw", "zero3"),
+        ("full", "adamw", "tp2 sp"),
+        every=[("layernorm", "sgd", "pp3"), ("plus one", "adamw", "cp2"), ("head", "muon", "zero3")],
+    ),
+)
+def test_qk_norms_decay_alike_on_one_process(norm, name, layout):
+    decay = {"optimizer__apply_wd_to_qk_layernorm": True, "optimizer__weight_decay": 3.0}
+    values = decay | QK_NORMS[norm] | OPTIMIZERS[name] | LAYOUTS[layout]
+    hold_to_one_process(small_spec(batch__micro_batch_size=1, **values))
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_qk_norms_decay_only_on_request(applied):
+    """By the update of a model without gradients: other vectors stay."""
+    spec = small_spec(model__qk_norm="head", optimizer__apply_wd_to_qk_layernorm=applied, optimizer__weight_decay=0.5)
+    model = build_decoder(spec.model)
+    init_weights(model, 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Optimizer(ModelParts(model), spec.optimizer, spec.precision).step(0.1)
+    factors = {name: (p / before[name]).mean().item() for name, p in model.named_parameters()}
+    decayed = {name for name, factor in factors.items() if factor == pytest.approx(0.95, rel=1e-4)}
+    vectors = {name for name, p in model.named_parameters() if p.ndim == 1}
+    norms = {f"layers.{layer}.attention.{part}_norm.weight" for layer in range(3) for part in "qk"}
+    assert norms < vectors
+    assert decayed == before.keys() - (vectors - norms if applied else vectors)
 
 
 def test_a_rampup_advances_it_by_its_samples():

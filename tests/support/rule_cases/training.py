@@ -87,6 +87,10 @@ OPTIMIZER = {
     "optimizer.momentum_idle": Case(
         "optimizer.momentum=0.9 optimizer.nesterov=true", "optimizer.momentum=0.9 optimizer.name=muon"
     ),
+    "optimizer.qk_layernorm_idle": Case(
+        "optimizer.apply_wd_to_qk_layernorm=true",
+        "optimizer.apply_wd_to_qk_layernorm=true model.qk_norm=head model.family=qwen3",
+    ),
     "optimizer.muon_idle": Case("optimizer.muon_num_ns_steps=6", "optimizer.muon_num_ns_steps=6 optimizer.name=muon"),
     "optimizer.betas_idle": Case("optimizer.name=sgd optimizer.beta2=0.9", "optimizer.name=lion optimizer.beta2=0.9"),
     "train.sample_fits": Case("train.sample_tokens=1024", "train.sample_tokens=1023"),
