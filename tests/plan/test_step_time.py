@@ -13,7 +13,7 @@ from published_runs import DGXC
 
 from megalaunch.plan.cost import MEGATRON, UnknownChipSpeed, step_time
 from megalaunch.plan.cost.communication import CommTime, Interconnect, context_parallel
-from megalaunch.plan.cost.constants import HOST_LAUNCH, HOST_LINK
+from megalaunch.plan.cost.constants import HOST_LAUNCH, HOST_LINK, NETWORK
 from megalaunch.plan.cost.stacks import ENGINE_EAGER, ENGINE_WITHOUT_TRITON, Stack, describe_kernels, engine_stack
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory.dtypes_and_groups import DtypesAndGroups
@@ -21,7 +21,7 @@ from megalaunch.plan.memory.profiles import profile_for
 from megalaunch.plan.memory.saved_activations import saved_bytes
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
-from megalaunch.plan.stage_params import chunks_by_rank
+from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import with_values
@@ -109,6 +109,16 @@ def test_members_of_one_node_share_their_adapters():
     assert WIRES.ring(800.0, 4, 8) == 800 * 3 / 4 / 50  # one a node
 
 
+def test_a_group_that_is_not_aligned_with_nodes_crosses_them():
+    """Of groups of 6 on nodes of 8 the second has 2 members in the first node; a rack is not divided so."""
+    assert WIRES.inside(6, 1) == 2
+    assert WIRES.ring(600.0, 6, 1) == 600 * 5 / 6 / (2 * 50)
+    assert WIRES.inside(12, 1) == 4
+    assert WIRES.inside(2, 3) == 1  # the third pair is ranks 6 and 9
+    assert WIRES.inside(4, 2) == 4
+    assert replace(WIRES, node=72, rack=True).inside(64, 1) == 64
+
+
 def test_all_to_all_waits_for_the_slower_part():
     assert WIRES.all_to_all(1600.0, 16, 1) == 1600 * 8 / 16 / 50
     assert WIRES.all_to_all(800.0, 8, 1) == 800 * 7 / 8 / 400
@@ -135,6 +145,43 @@ def test_keys_of_dealt_documents_travel_once_each_way(seventy):
     )
     assert dealt.exposed == pytest.approx(gathered.exposed * 2 / 3)
     assert dealt.hidden == 0
+
+
+HSDP = ("recipe=llama3_8b", "platform=h100", "cluster.nodes=4", "batch.micro_batch_size=1")
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_replicas_gather_within_a_node_and_all_reduce_their_shards_between_nodes(sharding):
+    """With a node a replica only the all-reduce waits for the network: twice 3/4 of the fp32 gradients of a shard."""
+
+    def seconds(layout: str, bandwidth: float) -> float:
+        spec = resolved(*HSDP, f"parallel={layout}", f"cluster.node_bandwidth={bandwidth}")[0]
+        dp = step_time(spec).communication["dp"]
+        return dp.exposed + dp.hidden
+
+    spec = resolved(*HSDP, f"parallel=hsdp4{sharding}")[0]
+    shard = 4 * params_by_rank(spec, 1, 1)[0].dense / 8
+    all_reduce = 2 * shard * 3 / 4 / (NETWORK.value * 10e9)
+    layout = f"hsdp4{sharding}"
+    assert seconds(layout, 10) - seconds(layout, 20) == pytest.approx(all_reduce / 2)
+    inside = seconds(layout, 10) - all_reduce  # as of one node: its batch has as many microbatches
+    alone = "parallel.dp=8", "cluster.nodes=1", f"batch.global_batch_size={spec.batch.global_batch_size // 4}"
+    one = step_time(resolved(*HSDP, f"parallel={sharding}", *alone)[0]).communication["dp"]
+    assert inside == pytest.approx(one.exposed + one.hidden)
+    assert seconds(sharding, 10) > 1.5 * seconds(layout, 10)
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_the_all_reduce_over_replicas_overlaps_with_the_last_backward_alone(sharding):
+    """It runs once a step: with more microbatches nothing more of it is hidden."""
+
+    def exposed(layout: str, samples: int) -> float:
+        values = (f"parallel={layout}", "cluster.node_bandwidth=1", f"batch.global_batch_size={samples}")
+        return step_time(resolved(*HSDP, *values)[0]).communication["dp"].exposed
+
+    few, many = (exposed(f"hsdp4{sharding}", samples) for samples in (64, 512))
+    assert few > 1
+    assert many == pytest.approx(few, rel=0.01)
 
 
 def test_a_ring_is_hidden_as_far_as_attention_lasts(seventy):

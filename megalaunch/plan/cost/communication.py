@@ -34,6 +34,7 @@ class Interconnect:
         site_link: bytes per second of all devices of a site together to other sites.
         node_latency: seconds of a message between nodes.
         site_latency: seconds of a message between sites.
+        rack: a node is a rack, some of whose devices stay idle rather than divide a group that fits.
     """
 
     link: float
@@ -43,6 +44,7 @@ class Interconnect:
     site_link: float = 0.0
     node_latency: float = 0.0
     site_latency: float = 0.0
+    rack: bool = False
 
     @classmethod
     def from_cluster(cls, spec: RunSpec, chip: ChipFacts, node: int) -> Interconnect:
@@ -60,11 +62,16 @@ class Interconnect:
             between_sites * c.NETWORK.value,
             cluster.node_latency / 1e6,
             cluster.site_latency / 1e3,
+            node != cluster.devices_per_node,
         )
 
     def inside(self, size: int, stride: int) -> int:
-        """Return how many members of a group share a node; its members are `stride` ranks apart."""
-        return max(1, min(size, self.node // stride))
+        """Return how many members of a group share a node, at least; its members are `stride` ranks apart.
+
+        A group that neither divides a node nor consists of nodes begins or ends within one.
+        """
+        devices = min(size * stride, self.node) if self.rack else math.gcd(size * stride, self.node)
+        return max(1, devices // stride)
 
     def is_across_sites(self, size: int, stride: int) -> bool:
         """Return whether such groups have members in several sites."""
@@ -268,9 +275,9 @@ def data_parallel(
 ) -> CommTime:
     """Return the data-parallel time of one step: reduction of gradients, and all-gather of parameters.
 
-    Gradient reductions overlap with backward (2/3 of the compute of a microbatch), the all-gather of parameters with
-    the first forward pass (1/3), or with every pass if parameters are gathered again in a step. The collectives of one
-    `unit` (a layer) cannot overlap.
+    Gradient reductions overlap with backward (2/3 of the compute of a microbatch), the all-reduce over replicas with
+    that of the last microbatch, the all-gather of parameters with the first forward pass (1/3), or with every pass if
+    parameters are gathered again in a step. The collectives of one `unit` (a layer) cannot overlap.
 
     Args:
         params: (dense, expert) parameters on one device.
@@ -281,23 +288,25 @@ def data_parallel(
     width = 2 if spec.precision.grad_reduce_dtype == "bf16" else 4
     units = sum(params) / max(1.0, unit)  # each has collectives of its own
     reducing = rounds.reductions * _dense_and_expert(spec, topology, wires, params, width, units)
-    reducing += _replica_all_reduce(spec, topology, wires, params, width, units)
+    all_reduce = _replica_all_reduce(spec, topology, wires, params, width, units)
     gathering = 0.0
     if _is_sharded(spec, topology):
         in_fp8 = spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather
         each = 1 if in_fp8 else activation_bytes(spec)  # embedding and head, a small part, are gathered in bf16 always
         gathering = rounds.gathers * _dense_and_expert(spec, topology, wires, params, each, units)
     share = unit / max(1.0, sum(params))
+    backward = window * c.BACKWARD_SHARE.value
     hidden = 0.0
     if p.overlap_grad_reduce:
-        hidden += min(reducing * (1 - share / rounds.reductions), window * rounds.reductions * c.BACKWARD_SHARE.value)
+        hidden = min(reducing * (1 - share / rounds.reductions), backward * rounds.reductions)
+        hidden += min(all_reduce * (1 - share), max(0.0, backward - hidden / rounds.reductions))  # in the last backward
     if p.overlap_param_gather:
-        overlap = window * (topology.microbatches if rounds.gathers > 1 else 1 - c.BACKWARD_SHARE.value)
+        overlap = window * topology.microbatches if rounds.gathers > 1 else window - backward
         first = topology.microbatches if p.data_sharding == "optim_grads_params" else rounds.gathers
         hidden += min(gathering * (rounds.ahead / rounds.gathers) * (1 - share / first), overlap)
     # Every step all-reduces a few numbers over all ranks, to and fro: of tokens, and of loss and gradient norm.
     agreeing = 2 * c.STEP_SYNCS.value * wires.latency(topology.world, 1)
-    return CommTime(reducing + gathering - hidden + agreeing, hidden)
+    return CommTime(reducing + all_reduce + gathering - hidden + agreeing, hidden)
 
 
 def outer_step(spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float]) -> CommTime:
