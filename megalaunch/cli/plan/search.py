@@ -103,13 +103,14 @@ def _near_memory_limit(result: SearchResult, found: Found) -> bool:
 
 
 def _short_layout(spec: RunSpec) -> str:
-    """A layout for a table: `tp8pp8cp2vpp8sp dp8 micro 1 embedding and head as layers`."""
+    """A layout for a table: `tp8pp8cp2vpp8 dp8 hsdp2 zero1 micro 1 embedding and head as layers`."""
     p, recompute = spec.parallel, spec.recompute
     axes = "".join(f"{axis}{getattr(p, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(p, axis) > 1)
     axes += f"etp{p.etp}" if p.etp and p.etp > 1 else ""
     axes += f"vpp{p.vpp}" if p.vpp else ""
     sharding = {"no_shard": "zero0", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
-    parts = [axes, f"dp{p.dp}", sharding[p.data_sharding], f"micro {spec.batch.micro_batch_size}"]
+    hsdp = f"hsdp{p.dp_replicate}" if p.dp_replicate > 1 else ""
+    parts = [axes, f"dp{p.dp}", hsdp, sharding[p.data_sharding], f"micro {spec.batch.micro_batch_size}"]
     if p.pipeline_layout is not None:
         parts.append(f"layout of {p.pipeline_layout.count('|') + 1} stages")
     if p.num_layers_in_first_pipeline_stage is not None or p.num_layers_in_last_pipeline_stage is not None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from megalaunch.plan.cost import Stack, StepTime, UnknownChipSpeed, known_peak, step_time
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.rules.registry import RULES, Rule
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.search.filter import TOO_BIG, find_layout_rules, first_refusal
-from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
+from megalaunch.plan.search.space import (
+    grids,
+    micro_batches,
+    pipeline_splits,
+    recomputations,
+    replicas,
+    shardings,
+    split_layers,
+)
 from megalaunch.plan.world import data_parallel_size, resolved_world_size
 from megalaunch.platform.chips import CHIPS
 from megalaunch.schema import RunSpec
@@ -100,8 +109,7 @@ def search(
         rules = _rules_of(spec)
         all_grids = list(grids(spec, world, per_node))
         for index, grid in enumerate(all_grids, 1):
-            for node, sizes in _nodes(grid, rules, dropped):
-                found, more = _within(node, sizes, rules, limit, dropped, stack)
+            for found, more in _searched(grid, rules, limit, dropped, stack):
                 ranked += found
                 leaner += more
             report(index, len(all_grids))
@@ -155,10 +163,12 @@ def _rules_of(spec: RunSpec) -> tuple[Rule, ...]:
     return found.rules
 
 
-def _nodes(grid: RunSpec, rules: tuple[Rule, ...], dropped: Counter[str]) -> Iterator[tuple[RunSpec, list[int]]]:
-    """Yield the grid with each split of layers and sharding of states, and the micro batches that violate no rule.
+def _searched(
+    grid: RunSpec, rules: tuple[Rule, ...], limit: float, dropped: Counter[str], stack: Stack | None
+) -> Iterator[tuple[list[Found], int]]:
+    """Yield what `_within` finds in the grid with each split of layers, sharding of states and number of replicas.
 
-    The micro batch of the grid is the first of them, without recomputation.
+    More replicas hold more states, so they are not tried where fewer do not fit.
     """
     p = grid.parallel
     choices = pipeline_splits(grid.model.num_layers, grid.model.mtp.num_layers, p.pp)
@@ -166,13 +176,17 @@ def _nodes(grid: RunSpec, rules: tuple[Rule, ...], dropped: Counter[str]) -> Ite
         refusal = first_refusal(grid, rules)
         dropped[refusal.rule if refusal else "parallel.layers_by_pp"] += 1
         return
-    for split in choices:
-        for sharding in shardings(grid):
-            node = split_layers(grid, split, sharding)
+    for split, sharding in product(choices, shardings(grid)):
+        for number in replicas(grid, split, sharding):
+            node = split_layers(grid, split, sharding, number)
             node = replace(node, recompute=recomputations(node)[0])
             sizes = _valid_micro_batches(node, rules, dropped)
-            if sizes:
-                yield _with_micro_batch(node, sizes[0]), sizes
+            if not sizes:
+                continue
+            found, leaner = _within(_with_micro_batch(node, sizes[0]), sizes, rules, limit, dropped, stack)
+            yield found, leaner
+            if not found:
+                break
 
 
 def _with_micro_batch(spec: RunSpec, size: int) -> RunSpec:
@@ -199,7 +213,12 @@ def _valid_micro_batches(node: RunSpec, rules: tuple[Rule, ...], dropped: Counte
 def _within(
     node: RunSpec, sizes: list[int], rules: tuple[Rule, ...], limit: float, dropped: Counter[str], stack: Stack | None
 ) -> tuple[list[Found], int]:
-    """Search micro batches and recomputation: for each micro batch the least recomputation that fits."""
+    """Search micro batches and recomputation: for each micro batch the least recomputation that fits.
+
+    Args:
+        node: a layout with the first of `sizes` as its micro batch, without recomputation.
+        sizes: micro batches that violate no rule with it.
+    """
     found: list[Found] = []
     leaner = 0
     ladder = _valid_recomputations(node, rules, len(sizes), dropped)
@@ -224,7 +243,7 @@ def _valid_recomputations(
     node: RunSpec, rules: tuple[Rule, ...], num_sizes: int, dropped: Counter[str]
 ) -> list[RecomputeSpec]:
     """Return the recomputations that violate no rule at the node's micro batch; others count once for each size."""
-    first, *others = recomputations(node)  # `_nodes` has checked the first
+    first, *others = recomputations(node)  # `_searched` has checked the first
     valid = [first]
     for recompute in others:
         refusal = first_refusal(replace(node, recompute=recompute), rules)

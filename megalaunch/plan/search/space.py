@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megalaunch.plan.world import data_parallel_size
+from megalaunch.plan.stage_params import ACTIVE_CHUNKS
+from megalaunch.plan.world import data_parallel_size, site_size
 from megalaunch.schema import RunSpec
 from megalaunch.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
@@ -29,6 +30,10 @@ class LayerSplit:
     first: int | None = None
     last: int | None = None
     layout: str | None = None
+
+    def chunks(self, pp: int) -> int:
+        """Return the virtual stages of a rank."""
+        return self.vpp or ((self.layout.count("|") + 1) // pp if self.layout else 1)
 
     @property
     def interleaved(self) -> bool:
@@ -69,7 +74,7 @@ def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp:
         ep=ep,
         etp=etp,
         dp_replicate=p.dp_replicate if p.outer_steps else 1,
-        sequence_parallel=tp > 1,
+        sequence_parallel=True if tp > 1 else p.sequence_parallel and None,  # a run's False stays, as its equal
         tp_comm_overlap=p.tp_comm_overlap and tp > 1,
         cp_comm_type=p.cp_comm_type if cp > 1 and p.cp_comm_type in ("p2p", "a2a", "allgather") else "p2p",
         hierarchical_context_parallel_sizes=(),
@@ -91,8 +96,8 @@ def _even_split(parallel: ParallelSpec) -> ParallelSpec:
     )
 
 
-def split_layers(spec: RunSpec, split: LayerSplit, sharding: DataSharding) -> RunSpec:
-    """Return the spec with a split of its layers and a sharding of its states."""
+def split_layers(spec: RunSpec, split: LayerSplit, sharding: DataSharding, replicas: int) -> RunSpec:
+    """Return the spec with a split of its layers and a sharding of its states within each of `replicas` replicas."""
     schedule = spec.parallel.schedule
     if schedule in ("auto", "1f1b", "interleaved"):  # the choices of auto
         schedule = "auto" if spec.parallel.pp == 1 else "interleaved" if split.interleaved else "1f1b"
@@ -100,6 +105,7 @@ def split_layers(spec: RunSpec, split: LayerSplit, sharding: DataSharding) -> Ru
         spec.parallel,
         schedule=schedule,
         data_sharding=sharding,
+        dp_replicate=replicas,
         vpp=split.vpp,
         account_for_embedding_in_pipeline_split=split.embedding,
         account_for_loss_in_pipeline_split=split.head,
@@ -166,6 +172,42 @@ def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
     if (p.dp or 1) * p.cp == 1 or p.pp > 1:
         return ("optim",)
     return ("optim", "optim_grads", "optim_grads_params")
+
+
+def replicas(spec: RunSpec, split: LayerSplit, sharding: DataSharding) -> Iterator[int]:
+    """Yield the numbers of replicas to try, ascending: 1, and those of HSDP that can be faster than one replica.
+
+    Replicas of one node each communicate between nodes only to all-reduce. Larger ones gather and reduce between nodes
+    all the same, over fewer ranks: that pays only if a step does it repeatedly. Replicas that train apart (outer_steps)
+    stay: another number of them is another training.
+    """
+    p = spec.parallel
+    if p.outer_steps:
+        yield p.dp_replicate
+        return
+    repeats = {
+        "optim": split.chunks(p.pp) > ACTIVE_CHUNKS,  # gathers
+        "optim_grads": spec.batch.global_batch_size > (p.dp or 1),  # reductions: of several microbatches
+    }
+    yield 1
+    yield from _replicas_of_nodes(spec, repeats.get(sharding, True))
+
+
+def _replicas_of_nodes(spec: RunSpec, several: bool) -> Iterator[int]:
+    """Yield numbers of replicas, each with several shards on a node or, if `several`, on 1, 2, 4... nodes or a site."""
+    p, per_node = spec.parallel, int(spec.cluster.devices_per_node)
+    dp, site = p.dp or 1, site_size(spec.cluster)
+    nodes, rest = divmod(p.tp * p.cp * dp, per_node)
+    if rest:
+        return
+    sizes: list[int] = []  # of a replica in nodes
+    for size in divisors(nodes)[:-1]:
+        if not sizes or size >= 2 * sizes[-1] or size * per_node == site:
+            sizes.append(size)
+    for size in reversed(sizes if several else sizes[:1]):
+        number = nodes // size
+        if dp % number == 0 and dp * p.cp > number:
+            yield number
 
 
 def micro_batches(spec: RunSpec) -> Iterator[int]:

@@ -14,7 +14,15 @@ from megalaunch.plan.rules.registry import RULES, Rule, RuleContext, Violation
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.search import SearchError, search
 from megalaunch.plan.search.filter import TOO_BIG, find_layout_rules, first_refusal
-from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
+from megalaunch.plan.search.space import (
+    grids,
+    micro_batches,
+    pipeline_splits,
+    recomputations,
+    replicas,
+    shardings,
+    split_layers,
+)
 
 FP8 = "precision.compute_dtype=fp8"
 LIBRARY = (FP8, "precision.fp8.implementation=transformer_engine")
@@ -38,13 +46,14 @@ QUICK = ("cuda_graphs", "fp8_blockwise", "deepseek_v3")
 
 def _layouts(spec, count):
     """Return random layouts of the search space, before any filter."""
-    source = random.Random(5)
+    source = random.Random(6)
     world = spec.cluster.nodes * spec.cluster.devices_per_node
     every = list(grids(spec, world, spec.cluster.devices_per_node))
     for grid in source.sample(every, min(count, len(every))):
         options = pipeline_splits(spec.model.num_layers, spec.model.mtp.num_layers, grid.parallel.pp)
         if options and grid.parallel.dp:
-            node = split_layers(grid, source.choice(options), source.choice(shardings(grid)))
+            split, sharding = source.choice(options), source.choice(shardings(grid))
+            node = split_layers(grid, split, sharding, source.choice([*replicas(grid, split, sharding)]))
             size = source.choice([*micro_batches(node), 3])
             recompute = source.choice(recomputations(node))
             yield replace(node, batch=replace(node.batch, micro_batch_size=size), recompute=recompute)
