@@ -167,10 +167,15 @@ def _layouts(layers: int, mtp: int, pp: int) -> Iterator[LayerSplit]:
 
 
 def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
-    """Return the data shardings to try; with a pipeline only "optim": the others communicate with every microbatch."""
+    """Return the data shardings to try; with a pipeline only "optim": the others communicate with every microbatch.
+
+    Of one microbatch "optim_grads" is the same as "optim".
+    """
     p = spec.parallel
     if (p.dp or 1) * p.cp == 1 or p.pp > 1:
         return ("optim",)
+    if spec.batch.global_batch_size < 2 * (p.dp or 1):
+        return ("optim", "optim_grads_params")
     return ("optim", "optim_grads", "optim_grads_params")
 
 
@@ -185,12 +190,9 @@ def replicas(spec: RunSpec, split: LayerSplit, sharding: DataSharding) -> Iterat
     if p.outer_steps:
         yield p.dp_replicate
         return
-    repeats = {
-        "optim": split.chunks(p.pp) > ACTIVE_CHUNKS,  # gathers
-        "optim_grads": spec.batch.global_batch_size > (p.dp or 1),  # reductions: of several microbatches
-    }
     yield 1
-    yield from _replicas_of_nodes(spec, repeats.get(sharding, True))
+    gathers_once = sharding == "optim" and split.chunks(p.pp) <= ACTIVE_CHUNKS
+    yield from _replicas_of_nodes(spec, several=not gathers_once)
 
 
 def _replicas_of_nodes(spec: RunSpec, several: bool) -> Iterator[int]:
@@ -211,8 +213,9 @@ def _replicas_of_nodes(spec: RunSpec, several: bool) -> Iterator[int]:
 
 
 def micro_batches(spec: RunSpec) -> Iterator[int]:
-    """Yield the powers of two up to a data-parallel rank's samples."""
+    """Yield the powers of two up to a data-parallel rank's samples; with "optim_grads" up to half of them."""
     share = spec.batch.global_batch_size // (spec.parallel.dp or 1)
+    share //= 2 if spec.parallel.data_sharding == "optim_grads" else 1
     size = 1
     while size <= min(LARGEST_MICRO_BATCH, share):
         yield size
