@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from functools import cache
+from importlib import import_module
 
 import pytest
 from made_specs import resolved
@@ -10,11 +13,13 @@ from slow_cases import slow_but
 
 from megalaunch.cli.plan.search import layout_text, search_json, search_text
 from megalaunch.plan.check import check
-from megalaunch.plan.memory import predict_memory
+from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.search import SearchResult, search
 from megalaunch.plan.search.space import LayerSplit, grids, replicas
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
+from megalaunch.schema.parallel import ParallelSpec
 
 RUN = ("model=qwen3_14b", "platform=h200", "precision=bf16", "batch.sequence_length=4096", "train.steps=10")
 BATCH = "batch.global_batch_size=128"
@@ -119,6 +124,26 @@ def test_equal_layouts_count_once():
     again = search(own)
     assert again.own == again.ranked[0]
     assert (len(again.ranked), again.num_considered) == (len(result.ranked), result.num_considered)
+
+
+def test_more_replicas_are_tried_only_where_fewer_fit(monkeypatch):
+    tried: dict[ParallelSpec, set[int]] = defaultdict(set)
+
+    def but_replicas(spec: RunSpec) -> ParallelSpec:
+        return replace(spec.parallel, dp_replicate=1)
+
+    def recorded(spec: RunSpec) -> Memory:
+        tried[but_replicas(spec)].add(spec.parallel.dp_replicate)
+        return predict_memory(spec)
+
+    monkeypatch.setattr(import_module("megalaunch.plan.search.search"), "predict_memory", recorded)
+    given = ("model=llama3_70b", *RUN[1:], BATCH, "cluster.nodes=8", "cluster.devices_per_node=8")
+    fit: dict[ParallelSpec, set[int]] = defaultdict(set)
+    for found in search(resolved(*given)[0]).ranked:
+        fit[but_replicas(found.spec)].add(found.spec.parallel.dp_replicate)
+    for layout, replicas_of_it in tried.items():
+        assert set(sorted(replicas_of_it)[:-1]) <= fit[layout]
+    assert any(fit[layout] and replicas_of_it - fit[layout] for layout, replicas_of_it in tried.items())
 
 
 def test_more_replicas_need_more_memory():
