@@ -14,7 +14,6 @@ from slow_cases import slow_but
 
 from megalaunch.engine.checkpoint.store import read_tensors
 from megalaunch.engine.model.build import build_decoder
-from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.optimizer.optimizer import Optimizer
 from megalaunch.engine.optimizer.weight_decay import weight_decay
@@ -131,22 +130,47 @@ def test_qk_norms_decay_alike_on_one_process(norm, name, layout):
     hold_to_one_process(small_spec(batch__micro_batch_size=1, **values))
 
 
+def _decaying(applied: bool, **model: object) -> tuple[set[str], dict[str, int]]:
+    """Names of the parameters that an update without gradients shrinks, and the dims of all parameters."""
+    values = {f"model__{key}": value for key, value in {"qk_norm": "head", **model}.items()}
+    spec = small_spec(optimizer__apply_wd_to_qk_layernorm=applied, optimizer__weight_decay=0.5, **values)
+    decoder = build_decoder(spec.model)
+    for parameter in decoder.parameters():
+        torch.nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    Optimizer(ModelParts(decoder), spec.optimizer, spec.precision).step(0.1)
+    named = dict(decoder.named_parameters())
+    return {name for name, p in named.items() if torch.allclose(p, torch.tensor(0.95))}, {
+        name: p.ndim for name, p in named.items()
+    }
+
+
 @pytest.mark.parametrize("applied", [False, True])
 def test_qk_norms_decay_only_on_request(applied):
-    """By the update of a model without gradients: other vectors stay."""
-    spec = small_spec(model__qk_norm="head", optimizer__apply_wd_to_qk_layernorm=applied, optimizer__weight_decay=0.5)
-    model = build_decoder(spec.model)
-    init_weights(model, 0)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    Optimizer(ModelParts(model), spec.optimizer, spec.precision).step(0.1)
-    factors = {name: (p / before[name]).mean().item() for name, p in model.named_parameters()}
-    decayed = {name for name, factor in factors.items() if factor == pytest.approx(0.95, rel=1e-4)}
-    vectors = {name for name, p in model.named_parameters() if p.ndim == 1}
+    decaying, dims = _decaying(applied)
+    vectors = {name for name, ndim in dims.items() if ndim == 1}
     norms = {f"layers.{layer}.attention.{part}_norm.weight" for layer in range(3) for part in "qk"}
     assert norms < vectors
-    assert decayed == before.keys() - (vectors - norms if applied else vectors)
+    assert decaying == dims.keys() - (vectors - norms if applied else vectors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("applied", [False, True])
+def test_the_parameters_that_decay_are_those_of_megatron_core(applied):
+    megatron = pytest.importorskip(
+        "megatron.core.optimizer", reason="megatron-core is not installed (pip install megalaunch[parity])"
+    )
+    (without_decay,) = megatron.get_standard_config_overrides(
+        megatron.OptimizerConfig(apply_wd_to_qk_layernorm=applied)
+    )
+    ours = {"q_layernorm": "q_norm", "k_layernorm": "k_norm", "linear_proj": "o_proj"}
+    decaying, dims = _decaying(applied, norm="layernorm", attention_output_bias=True)
+    for theirs, name in ours.items():
+        for kind in ("weight", "bias"):
+            parameter = f"layers.0.attention.{name}.{kind}"
+            tensor = torch.nn.Parameter(torch.zeros([2] * dims[parameter]))
+            spared = without_decay.matches(tensor, f"decoder.layers.0.self_attention.{theirs}.{kind}")
+            assert (parameter in decaying) is not spared, parameter
 
 
 def test_a_rampup_advances_it_by_its_samples():
