@@ -85,6 +85,7 @@ BACKENDS: Mapping[AttentionBackend, BackendFacts] = MappingProxyType(
             head_sizes=(16, None),
             soft_cap=True,
             sinks=True,
+            dropout=True,
             exchanges=_ALL_EXCHANGES,
         ),
         "math": BackendFacts(

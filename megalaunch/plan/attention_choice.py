@@ -79,13 +79,13 @@ def taken_backend(spec: RunSpec, window: int | None) -> TakenBackend:
     """Return the backend of layers with this window (None: full): on GPUs `auto` and `flash` may mean another.
 
     A ring merges blocks by their log-sum-exp. varlen_attn has no gradient of it, and FlexAttention computes its forward
-    pass once more for it: blocks of flash attention are faster, where the scores are not capped.
+    pass once more for it: blocks of flash attention are faster, where neither caps nor dropout modify the scores.
     """
     model, backend = spec.model, spec.model.attention_backend
-    if backend not in ("auto", "flash") or model.attention_dropout > 0:
+    if backend not in ("auto", "flash"):
         return backend
     masked = spec.data.reset_attention_mask or _is_windowed(spec, window)
-    capped = model.attn_logit_softcapping is not None
+    capped = model.attn_logit_softcapping is not None or model.attention_dropout > 0
     modified = capped or model.attention_sinks
     if masked and not modified and _is_served(spec, _VARLEN):
         return "varlen"
@@ -169,6 +169,8 @@ def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
 
 
 def _why_flex(model: ModelSpec) -> str:
+    if model.attention_dropout > 0:
+        return "drops the weights that the seed says in every layout, in two calls"
     if model.attn_logit_softcapping is not None:
         return "computes soft caps, which no other fused kernel of torch does"
     if model.attention_sinks:
@@ -177,10 +179,9 @@ def _why_flex(model: ModelSpec) -> str:
 
 
 def _why_scores(model: ModelSpec) -> str:
-    if model.attention_dropout > 0:
-        return "fused kernels have other dropout masks"
-    if model.attn_logit_softcapping is not None:
-        return "FlexAttention, which has soft caps, does not serve this device, dtype or head size"
+    modified = "soft caps" if model.attention_dropout == 0 else "these dropout masks"
+    if model.attn_logit_softcapping is not None or model.attention_dropout > 0:
+        return f"FlexAttention, which has {modified}, does not serve this device, dtype or head size"
     return f"torch's operator has no sinks, and samples have at most {DENSE_MASK_TOKENS:,} tokens"
 
 

@@ -22,6 +22,7 @@ from megalaunch.engine.model.tp_region import TPRegion
 from megalaunch.engine.platform.host_copy import copy_to_device
 
 _JITTER_SITES = 1 << 20  # the router of layer n has the site 2^20 + n, beyond those of dropout
+_FIRST_FACTOR, _SECOND_FACTOR = -2048144789, -1028477387  # of MurmurHash3's finalizer
 _SITES = 3  # of a layer: the output of attention, the output of the feed-forward block, attention weights
 
 
@@ -203,8 +204,19 @@ def jitter_factors(rows: Tensor, columns: Tensor, size: float) -> Tensor:
 
 def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return the keep mask, bool [..., C], of hashed rows [...] and columns [C]: False with probability `rate`."""
+    return hash_elements(rows, columns) >= _least_kept(rate)
+
+
+def keeps(row: Tensor, column: Tensor, rate: float) -> Tensor:
+    """Return the element of `keep_mask` of one hashed row and column, for a kernel that is generated from it."""
+    seed = (row ^ column) * _FIRST_FACTOR
+    return (seed ^ ((seed >> 15) & 0x1FFFF)) * _SECOND_FACTOR >= _least_kept(rate)
+
+
+def _least_kept(rate: float) -> int:
+    """Return the least hash of an element that is kept."""
     # A compiler may cancel a factor in a comparison with 0; with 1 it may not.
-    return hash_elements(rows, columns) >= (round(rate * 2**32) - 2**31 or 1)
+    return round(rate * 2**32) - 2**31 or 1
 
 
 def hash_elements(rows: Tensor, columns: Tensor) -> Tensor:
@@ -213,9 +225,9 @@ def hash_elements(rows: Tensor, columns: Tensor) -> Tensor:
     It is its row's xor its column's, mixed by two multiplications (as in MurmurHash3, Appleby).
     """
     seeds = rows.unsqueeze(-1) ^ columns
-    seeds.mul_(-2048144789)
+    seeds.mul_(_FIRST_FACTOR)
     seeds ^= (seeds >> 15).bitwise_and_(0x1FFFF)
-    return seeds.mul_(-1028477387)
+    return seeds.mul_(_SECOND_FACTOR)
 
 
 def mix_seed(seeds: Tensor, numbers: Tensor) -> Tensor:
@@ -230,6 +242,6 @@ def hash_ids(numbers: Tensor) -> Tensor:
 
 def _mix(seeds: Tensor) -> Tensor:
     """Apply MurmurHash3's finalizer: each output bit depends on every input bit."""
-    seeds = (seeds ^ ((seeds >> 16) & 0xFFFF)) * -2048144789
-    seeds = (seeds ^ ((seeds >> 13) & 0x7FFFF)) * -1028477387
+    seeds = (seeds ^ ((seeds >> 16) & 0xFFFF)) * _FIRST_FACTOR
+    seeds = (seeds ^ ((seeds >> 13) & 0x7FFFF)) * _SECOND_FACTOR
     return seeds ^ ((seeds >> 16) & 0xFFFF)

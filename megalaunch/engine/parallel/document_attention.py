@@ -80,7 +80,7 @@ def document_attention(
     `dropped_length` is the number of tokens of a sample if attention weights are dropped; None: they are not.
     """
     if backend == "flex":
-        return _FlexCalls.of(partition, plan, rank, window, device)
+        return _FlexCalls.of(partition, plan, rank, window, device, dropped_length)
     chunks = partition.ranks[rank]
     full = [chunk for chunk in chunks if partition.is_full_document(chunk)]
     split = [chunk for chunk in chunks if not partition.is_full_document(chunk)]
@@ -215,25 +215,33 @@ class _FlexCalls:
 
     @classmethod
     def of(
-        cls, partition: DocumentPartition, plan: KVExchangePlan, rank: int, window: int | None, device: torch.device
+        cls,
+        partition: DocumentPartition,
+        plan: KVExchangePlan,
+        rank: int,
+        window: int | None,
+        device: torch.device,
+        dropped_length: int | None,
     ) -> _FlexCalls:
         """Make the masks of a rank."""
         own, room = partition.local_token_indices(rank), sum(partition.lengths)
         received = np.concatenate(partition.remote_tokens(rank, partition.owner_of_token()))
-        documents, positions = (x[np.concatenate((own, received))] for x in partition.places_of_tokens())
+        indices = np.concatenate((own, received))
+        documents, positions = (x[indices] for x in partition.places_of_tokens())
         count, is_full = len(own), np.arange(len(own)) < plan.full_document_tokens
         padded = (0, room - len(documents))
-        keys = np.pad(documents, padded, constant_values=_NO_DOCUMENT), np.pad(positions, padded)
+        keys = (
+            np.pad(documents, padded, constant_values=_NO_DOCUMENT),
+            *(np.pad(x, padded) for x in (positions, indices)),
+        )
 
-        def attention(chosen: NDArray[np.bool_], seen: tuple[Flat, Flat]) -> AttentionFn | None:
-            queries = np.where(chosen, documents[:count], _OTHER_DOCUMENT), positions[:count]
-            of_queries, of_keys = (
-                DocumentTokens(_on_device(numbers, device), _on_device(places, device))
-                for numbers, places in (queries, seen)
-            )
-            return flex_attention_of(FlexMask.by_token(of_queries, of_keys, window)) if chosen.any() else None
+        def attention(chosen: NDArray[np.bool_], seen: tuple[Flat, ...]) -> AttentionFn | None:
+            queries = np.where(chosen, documents[:count], _OTHER_DOCUMENT), positions[:count], own
+            of_queries, of_keys = (DocumentTokens(*(_on_device(x, device) for x in each)) for each in (queries, seen))
+            mask = FlexMask.by_token(of_queries, of_keys, window, dropped_length)
+            return flex_attention_of(mask) if chosen.any() else None
 
-        own_keys = documents[:count], positions[:count]
+        own_keys = documents[:count], positions[:count], own
         return cls(attention(is_full, own_keys), attention(~is_full, keys), plan.full_document_tokens, room)
 
     def attend_full(self, q_NcD: Tensor, k_GcD: Tensor, v_GcF: Tensor, scoring: ScoreMod) -> list[Tensor]:

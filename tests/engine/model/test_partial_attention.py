@@ -22,7 +22,14 @@ from megalaunch.engine.parallel.context_parallel import head_tail_runs
 
 RANKS, WIDTH = 2, 16
 LENGTHS = ((9, 10, 5), (3, 21))
-SCORES = {"plain": {}, "sinks": {"sinks": True}, "cap": {"soft_cap": 1.5}, "both": {"sinks": True, "soft_cap": 1.5}}
+SCORES = {
+    "plain": {},
+    "sinks": {"sinks": True},
+    "cap": {"soft_cap": 1.5},
+    "both": {"sinks": True, "soft_cap": 1.5},
+    "dropout": {"dropout": 0.3},
+    "all": {"sinks": True, "soft_cap": 1.5, "dropout": 0.3},
+}
 MASKS = ("causal", "window", "documents", "both")
 
 
@@ -68,7 +75,8 @@ class Sample:
     def scoring(self) -> ScoreMod:
         given = SCORES[self.scores]
         sinks = torch.linspace(-1, 1, 4, device=self.device) if "sinks" in given else None
-        return ScoreMod(0.3, given.get("soft_cap"), sinks)
+        seeds = torch.arange(8, device=self.device, dtype=torch.int32).view(2, 4) if "dropout" in given else None
+        return ScoreMod(0.3, given.get("soft_cap"), sinks, seeds, given.get("dropout", 0.0))
 
     @property
     def runs(self) -> list[Runs]:
@@ -126,7 +134,7 @@ def _differences(kind: str, sample: Sample) -> list[float]:
 
 
 CASES = [(kind, scores, mask) for kind in ("blocks", "flex") for scores in SCORES for mask in MASKS]
-QUICK = [case for case in CASES if "blocks" in case or case in (("flex", "both", "both"), ("flex", "plain", "causal"))]
+QUICK = [case for case in CASES if "blocks" in case or case in (("flex", "all", "both"), ("flex", "plain", "causal"))]
 
 
 @pytest.mark.parametrize(("kind", "scores", "mask"), slow_but(CASES, *QUICK))
@@ -136,17 +144,24 @@ def test_parts_add_up_to_attention_over_all_keys(kind, scores, mask):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scores", ["both", "all"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_compiled_parts_add_up_on_a_gpu(mask, dtype):
+def test_compiled_parts_add_up_on_a_gpu(mask, scores, dtype):
     torch.compiler.reset()  # other tests compile FlexAttention too, and torch.compile has a limit
-    sample = Sample(mask, "both", "cuda", dtype, scale=32)
+    sample = Sample(mask, scores, "cuda", dtype, scale=32)
     assert max(_differences("flex", sample)) <= (2e-2 if dtype == torch.bfloat16 else 5e-3)
 
 
-def test_one_graph_serves_the_keys_of_all_ranks_in_both_passes(monkeypatch):
-    """A graph for each rank would exceed the limit of torch.compile, beyond which all scores are held."""
+@pytest.mark.parametrize(("scores", "graphs"), [("cap", 1), ("all", 2)])
+def test_one_graph_serves_the_keys_of_all_ranks_in_both_passes(scores, graphs, monkeypatch):
+    """A graph for each rank would exceed the limit of torch.compile, beyond which all scores are held.
+
+    Dropout takes two calls, and seeds of other values no other graph.
+    """
+    torch.compiler.reset()
     compiled = CompileCounterWithBackend("aot_eager")
     operator = torch.compile(torch_flex_attention.flex_attention, backend=compiled, dynamic=False)
     monkeypatch.setattr(flex_attention, "flex_operator", lambda q: operator)
-    _by_parts("flex", Sample("causal", "cap"))
-    assert compiled.frame_count == 1
+    for _ in range(2):
+        _by_parts("flex", Sample("causal", scores))
+    assert compiled.frame_count == graphs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from attention_packages import forget_packages, stand_in_for_attention_packages
 from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, flex_attention
 from varlen_stand_in import varlen_on_cpu
 
 from megalaunch.engine.model.attention import backends
+from megalaunch.engine.model.attention import flex_attention as our_flex_attention
 from megalaunch.engine.parallel import context_parallel, parallelize
 from megalaunch.kernels import causal_attention
 from megalaunch.plan.attention_choice import TakenBackends
@@ -77,6 +79,11 @@ CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("flex", "cp4 ring, documents, recompute"): _cp("p2p") | PACKED | RECOMPUTE | CP4,
     ("flex", "cp4 a2a and ring, soft caps, documents"): TWO_LEVELS | CAPS | PACKED | CP4,
     ("flex", "cp2 pp2 ring, zero bubble, soft caps"): _cp("p2p") | CAPS | PP | {"parallel__schedule": "zero_bubble"},
+    ("flex", "tp2 sp, recompute, dropout"): TP_SP | RECOMPUTE | DROPOUT,
+    ("flex", "cp2 ring, sinks, dropout"): _cp("p2p") | SINKS | DROPOUT,
+    ("flex", "cp2 a2a, windows, dropout"): _cp("a2a") | WINDOWS | DROPOUT,
+    ("flex", "cp2 allgather, soft caps, dropout"): _cp("allgather") | CAPS | DROPOUT,
+    ("flex", "pp2, dropout"): PP | DROPOUT,
     ("flash_attn", "dp2, windows"): {"parallel__dp": 2} | WINDOWS,
     ("flash_attn", "tp2 sp, soft caps, documents"): TP_SP | CAPS | PACKED,
     ("flash_attn", "pp2, documents, recompute"): PP | PACKED | RECOMPUTE,
@@ -139,6 +146,8 @@ SLOW = [
     ("varlen", "tp2 sp, documents, recompute"),
     ("te", "cp2 allgather, documents, windows"),
     ("flex", "cp2 dynamic, soft caps, sinks"),
+    ("flex", "tp2 sp, recompute, dropout"),
+    ("flex", "cp2 ring, sinks, dropout"),
     ("varlen", "cp2 tp2 sp dynamic, recompute"),
     ("flash_attn", "cp2 dynamic, soft caps"),
     ("flash", "cp2 ring, output gates"),
@@ -168,6 +177,9 @@ def test_the_steps_are_those_of_one_process(backend, layout, monkeypatch):
     elif backend == "math blocks":  # as samples above the bound have
         monkeypatch.setattr(backends, "DENSE_MASK_TOKENS", 8)
         backend = "math"
+    elif "recompute, dropout" in layout and backend == "flex":  # compiled as on a GPU: else torch traces recomputation
+        operator = torch.compile(flex_attention.flex_attention, backend="aot_eager", dynamic=False)
+        monkeypatch.setattr(our_flex_attention, "flex_operator", lambda q: operator)
     values = {"parallel__dp": 1, "model__head_dim": 4, "model__attention_backend": backend} | case
     hold_to_one_process(small_spec(**few_samples(values)), prepare=shake)
 

@@ -29,13 +29,16 @@ LENGTHS = (
 TOKENS = sum(LENGTHS[0][0])
 VALUES = ((2, TOKENS, 8), (4, TOKENS, 8))
 NAMES: tuple[TakenBackend, ...] = ("auto", "flash", "math", "flex", "varlen", "flash_attn", "te")
-CASES = [(name, scores) for name in NAMES for scores in ("plain", "cap", "sinks", "both")]
+CASES = [(name, scores) for name in NAMES for scores in ("plain", "cap", "sinks", "both", "all")]
+"""Scores are capped, and have sinks; with "all" they have both, and weights are dropped."""
 
 
 def _computes(name: TakenBackend, scores: str) -> bool:
     if name in ("auto", "varlen"):
         return name == "auto" or scores == "plain"
     facts = BACKENDS[name]
+    if scores == "all":
+        return facts.dropout
     return (facts.soft_cap or scores not in ("cap", "both")) and (facts.sinks or scores not in ("sinks", "both"))
 
 
@@ -55,8 +58,10 @@ def _inputs() -> list[Tensor]:
 
 
 def _scoring(scores: str) -> ScoreMod:
-    cap = 1.5 if scores in ("cap", "both") else None
-    return ScoreMod(0.3, cap, torch.linspace(-1, 1, 4) if scores in ("sinks", "both") else None)
+    cap = 1.5 if scores in ("cap", "both", "all") else None
+    sinks = torch.linspace(-1, 1, 4) if scores in ("sinks", "both", "all") else None
+    seeds = torch.arange(8, dtype=torch.int32).view(2, 4) if scores == "all" else None
+    return ScoreMod(0.3, cap, sinks, seeds, 0.3)
 
 
 def _flat(x_BNSD: Tensor) -> Tensor:
@@ -76,7 +81,8 @@ def _dealt(
         own = partition.local_token_indices(rank)
         received = [torch.from_numpy(x) for x in partition.remote_tokens(rank, partition.owner_of_token())]
         mine, all_keys = torch.from_numpy(own), torch.cat((torch.from_numpy(own), *received))
-        attention = document_attention(partition, plan, rank, window, name, CPU)
+        dropped_length = TOKENS if scores == "all" else None
+        attention = document_attention(partition, plan, rank, window, name, CPU, dropped_length)
         of_rank = [*attention.attend_full(q[:, mine], k[:, mine], v[:, mine], _scoring(scores))]
         of_rank += attention.attend_split(q[:, mine], k[:, all_keys], v[:, all_keys], _scoring(scores))
         found = torch.cat(of_rank, dim=1)
@@ -95,7 +101,7 @@ def _whole(lengths: tuple[tuple[int, ...], ...], window: int | None, scores: str
     return [_flat(x) for x in (out.detach(), *(leaf.grad for leaf in leaves))]
 
 
-QUICK = [("flex", "both"), ("varlen", "plain"), ("te", "plain"), ("flash", "sinks"), ("math", "both")]
+QUICK = [("flex", "all"), ("varlen", "plain"), ("te", "plain"), ("flash", "sinks"), ("math", "both")]
 
 
 @pytest.mark.parametrize(("name", "scores"), slow_but([case for case in CASES if _computes(*case)], *QUICK))
@@ -114,12 +120,13 @@ def test_a_backend_without_such_calls_is_named(name):
         document_attention(partition, make_exchange_plan(partition, 0), 0, None, name, CPU)
 
 
-def test_two_graphs_serve_documents_of_any_lengths(monkeypatch):
+@pytest.mark.parametrize(("scores", "graphs"), [("cap", 2), ("all", 4)])
+def test_as_many_graphs_serve_documents_of_any_lengths(scores, graphs, monkeypatch):
     """A graph for each microbatch would exceed the limit of torch.compile, beyond which all scores are held."""
     torch.compiler.reset()
     compiled = CompileCounterWithBackend("aot_eager")
     operator = torch.compile(torch_flex_attention.flex_attention, backend=compiled, dynamic=False)
     monkeypatch.setattr(flex_attention, "flex_operator", lambda q: operator)
     for lengths in LENGTHS:
-        _dealt(lengths, 2, None, "flex", "cap")
-    assert compiled.frame_count == 2
+        _dealt(lengths, 2, None, "flex", scores)
+    assert compiled.frame_count == graphs

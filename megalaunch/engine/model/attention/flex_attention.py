@@ -1,8 +1,10 @@
 """Attention by torch's FlexAttention: a kernel that is generated from the mask and the score modification.
 
 Blocks of the mask without a visible pair are skipped. FlexAttention is compiled on CUDA; on a CPU torch runs it
-operator by operator, without a backward pass. Sinks join the softmax through its log-sum-exp; dropout has no place in
-it, because a score modification changes the sum of weights too.
+operator by operator, without a backward pass. Sinks join the softmax through its log-sum-exp.
+
+Dropout of weights takes two calls, as a score modification changes the sum of the weights too. With L the log-sum-exp
+of all scores, and out' and L' those of a call that sees the kept ones only:  out = exp(L' - L) / (1 - rate) out'
 
 Shapes: B batch, N query heads, G key/value groups, S queries, T keys, D head dim.
 """
@@ -18,29 +20,54 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from megalaunch.engine.model.attention.block_mask import Runs, positions_of
-from megalaunch.engine.model.attention.score_mod import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod, softcap
+from megalaunch.engine.model.attention.score_mod import (
+    DEFAULT_SCORE_MOD,
+    AttentionFn,
+    ScoreMod,
+    dropout_hashes,
+    softcap,
+)
+from megalaunch.engine.model.dropout import keeps
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
 from megalaunch.kernels.forms import kernel_forms
+
+_LEAST_WIDTH = 16  # of heads: values of a call whose output is not used
+
+_ScoreModFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """Tokens in memory order: the document of each and its position there, int64 [s]. Row i of both is token i."""
+    """Tokens in memory order: the document of each, its position there, and its index in the microbatch, int64 [s]."""
 
     documents: Tensor
     positions: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where queries and keys are in their samples, [S] and [T]; `rows` as of `dropout_hashes`."""
+
+    queries: Tensor
+    keys: Tensor
+    rows: Tensor | None = None
 
 
 class FlexMask:
     """The causal mask of some tokens over others, within documents and a sliding window.
 
     Its block mask is made at the first call, for all layers that share it; a captured graph of a layer reads it, too.
+    So are the places of tokens, at the first call with dropout.
     """
 
-    def __init__(self, make: Callable[[torch.device], BlockMask]) -> None:
-        """Take what makes the block mask on a device."""
-        self._make = make
+    def __init__(
+        self, make: Callable[[torch.device], BlockMask], make_places: Callable[[torch.device], _Places]
+    ) -> None:
+        """Take what makes the block mask, and the places of its tokens, on a device."""
+        self._make, self._make_places = make, make_places
         self._made: BlockMask | None = None
+        self._places: _Places | None = None
 
     @classmethod
     def by_position(cls, queries: Runs, keys: Runs, documents_BS: Tensor | None, window: int | None) -> FlexMask:
@@ -52,23 +79,61 @@ class FlexMask:
             documents_BS: Document ids by position; None: one document.
             window: The sliding window in tokens; None: full attention.
         """
-        return cls(partial(_block_mask, queries, keys, documents_BS, window))
+        make = partial(_block_mask, queries, keys, documents_BS, window)
+        return cls(make, lambda device: _Places(positions_of(queries, device), positions_of(keys, device)))
 
     @classmethod
-    def by_token(cls, queries: DocumentTokens, keys: DocumentTokens, window: int | None) -> FlexMask:
-        """Return the mask of tokens in any order; queries of a document that no key is of see nothing."""
-        return cls(partial(_token_block_mask, queries, keys, window))
+    def by_token(
+        cls, queries: DocumentTokens, keys: DocumentTokens, window: int | None, sample_length: int | None = None
+    ) -> FlexMask:
+        """Return the mask of tokens in any order; queries of a document that no key is of see nothing.
+
+        `sample_length` is the number of tokens of a sample, needed for dropout only.
+        """
+
+        def places(device: torch.device) -> _Places:
+            assert sample_length is not None, "dropout needs the places of tokens in their samples"
+            rows = queries.indices.div(sample_length, rounding_mode="floor")
+            return _Places(queries.indices % sample_length, keys.indices % sample_length, rows)
+
+        return cls(partial(_token_block_mask, queries, keys, window), places)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod) -> tuple[Tensor, Tensor]:
         """Return attention without sinks and the log-sum-exp of scores, fp32 [B, N, S], -inf where no key is seen."""
-        if scoring.dropout_seeds is not None:
-            raise ValueError("attention_backend=flex computes no attention dropout: use auto")
+        if scoring.dropout_seeds is None:
+            return self._call(q, k, v, scoring)
+        _, log_sum = self._call(q, k, v[..., :_LEAST_WIDTH].detach(), scoring)
+        kept, kept_log_sum = self._call(q, k, v, scoring, self._dropped(scoring))
+        difference = torch.where(log_sum == -torch.inf, 0.0, kept_log_sum - log_sum)  # queries that see no key
+        share = difference.exp() * (1 / (1 - scoring.dropout))
+        return (kept * share.unsqueeze(-1)).to(kept.dtype), log_sum
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod, score_mod: _ScoreModFn | None = None
+    ) -> tuple[Tensor, Tensor]:
         form = kernel_forms().flex_attention
         if form is not None:
             return form(q, k, v)
         if self._made is None:
             self._made = self._make(q.device)
-        return _attend(q, k, v, self._made, scoring)
+        if score_mod is None and scoring.soft_cap is not None:
+            score_mod = _capped(scoring.soft_cap)
+        return _attend(q, k, v, self._made, scoring.softmax_scale(q), score_mod)
+
+    def _dropped(self, scoring: ScoreMod) -> _ScoreModFn:
+        """Return the score modification that hides what dropout drops."""
+        seeds, cap, rate = scoring.dropout_seeds, scoring.soft_cap, scoring.dropout
+        assert seeds is not None, "there is dropout"
+        if self._places is None:
+            self._places = self._make_places(seeds.device)
+        places = self._places
+        q_hashes, k_hashes = dropout_hashes(seeds, places.queries, places.keys, places.rows)
+
+        def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            kept = keeps(q_hashes[batch, head, query], k_hashes[key], rate)
+            return torch.where(kept, score if cap is None else softcap(score, cap), -torch.inf)
+
+        return score_mod
 
 
 def flex_attention_by_position(
@@ -94,15 +159,17 @@ def _with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
     return (out * kept.unsqueeze(-1)).to(out.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scoring: ScoreMod) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, score_mod: _ScoreModFn | None
+) -> tuple[Tensor, Tensor]:
     """Call FlexAttention; return its output, [B, N, S, D], and the log-sum-exp of scores, fp32 [B, N, S]."""
     out, aux = flex_operator(q)(
         q,
         k,
         v,
-        score_mod=None if scoring.soft_cap is None else _capped(scoring.soft_cap),
+        score_mod=score_mod,
         block_mask=block_mask,
-        scale=scoring.softmax_scale(q),
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
@@ -110,7 +177,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scoring: Sco
 
 
 @cache
-def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _capped(cap: float) -> _ScoreModFn:
     """Return the soft cap as a score modification; one function per cap, so that it is compiled once."""
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
