@@ -130,7 +130,8 @@ class KernelForms:
         rms_norm: (x, weight, epsilon) -> normed x.
         attention: (q, k, v, mask) -> softmax(q k^T) v, with the mask [..., S, T] of the keys or a causal one (None).
         block_attention: attention of one block.
-        flex_attention: (q, k, v) -> output and log-sum-exp, fp32 [B, N, S], as FlexAttention returns them.
+        flex_attention: (q, k, v, what its score modification reads) -> output and log-sum-exp, fp32 [B, N, S], as
+            FlexAttention returns them; backward has all of these.
         swiglu: (gate, up) -> silu(gate) * up.
         geglu: (gate, up, variant) -> gelu(gate) * up, as `geglu`.
         grouped_matmul: (rows [R, K], matrices [E, K, N], offsets) -> [R, N], or (columns [K, R], rows [R, N], offsets)
@@ -145,7 +146,7 @@ class KernelForms:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     block_attention: BlockKernel | None = None
-    flex_attention: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    flex_attention: Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]] | None = None
     swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
     geglu: Callable[..., Tensor] | None = None
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None

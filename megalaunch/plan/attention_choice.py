@@ -170,7 +170,7 @@ def choose_kernel(spec: RunSpec, window: int | None) -> KernelChoice:
 
 def _why_flex(model: ModelSpec) -> str:
     if model.attention_dropout > 0:
-        return "drops the weights that the seed says in every layout, in two calls"
+        return "takes dropout masks that are the same in every layout, in two calls"
     if model.attn_logit_softcapping is not None:
         return "computes soft caps, which no other fused kernel of torch does"
     if model.attention_sinks:

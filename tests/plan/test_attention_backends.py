@@ -21,6 +21,7 @@ from megalaunch.plan.cost.constants import (
     ATTENTION_TILE,
     BLOCK_LAUNCHES,
     FLASH_RATE,
+    FLEX_DROPOUT_LAUNCHES,
     FLEX_RATE,
     FLEX_RING_LAUNCHES,
     HOST_LAUNCH,
@@ -39,6 +40,7 @@ FP32 = "precision.compute_dtype=fp32"
 WINDOW = "model.sliding_window=8"
 MIXED = (WINDOW, "model.sliding_window_pattern=2")
 CAP = "model.attn_logit_softcapping=30"
+DROPOUT = "model.attention_dropout=0.1"
 PACKED = "data.reset_attention_mask=true"
 SINKS = "model.attention_sinks=true"
 TWO_LEVELS = (
@@ -66,7 +68,6 @@ REFUSED = {
     "flash ": ((*H100, "model.head_dim=512"), "flash attention takes heads of at most 256, but head_dim is 512"),
     "flex ": ((*H100, "model.head_dim=8"), "flex attention takes heads of at least 16, but head_dim is 8"),
     "efficient": ((*H100, "model.attention_sinks=true"), "efficient attention does not compute attention_sinks"),
-    "flex  ": ((*H100, *WIDE, "model.attention_dropout=0.1"), "flex attention does not compute attention_dropout"),
     "cudnn ": ((*H100, WINDOW), "cudnn attention does not compute a sliding window"),
     "cudnn  ": ((*H100, PACKED), "cudnn attention does not compute packed documents"),
     "efficient ": ((*H100, *LONG, WINDOW), "efficient attention does not compute a sliding window above 2048 tokens"),
@@ -163,7 +164,11 @@ def test_a_fix_names_no_other_package(backend):
         ((*H100, *WIDE, CAP), "torch's FlexAttention, compiled: computes soft caps, which no other fused kernel"),
         ((*H100, *WIDE, CAP, "parallel=cp2"), "torch's FlexAttention, compiled: computes soft caps, which no other"),
         ((*H100, *WIDE, CAP, WINDOW, "model.sliding_window_pattern=2"), "torch's FlexAttention, compiled: computes"),
-        ((*H100, "model.attention_dropout=0.1"), "blocks with scores in fp32: fused kernels have other dropout masks"),
+        (
+            (*H100, DROPOUT),
+            "blocks with scores in fp32: FlexAttention, which has these dropout masks, does not serve this device",
+        ),
+        ((*H100, *WIDE, DROPOUT), "torch's FlexAttention, compiled: takes dropout masks that are the same in every"),
         (
             (*H100, PACKED),
             "flash attention of windows and packed documents in one call: computes no pairs of two",
@@ -179,6 +184,12 @@ def test_a_run_reports_its_kernel_and_why(overrides, said):
 
 TAKEN = [
     ((*H100, *WIDE, CAP), "flex", None),
+    ((*H100, *WIDE, DROPOUT), "flex", None),
+    ((*H100, *WIDE, DROPOUT, PACKED), "flex", None),
+    ((*H100, *WIDE, DROPOUT, "parallel=cp2"), "flex", None),  # a ring
+    ((*H100, *WIDE, DROPOUT, PACKED, *DEALT), "flex", None),
+    ((*MI300X, *WIDE, DROPOUT), "flex", None),
+    ((*H100, *WIDE, DROPOUT, "model.attention_backend=flash"), "flash", None),  # which a rule refuses
     ((*H100, *WIDE, CAP, SINKS, PACKED), "flex", None),
     ((*MI300X, *WIDE, CAP), "flex", None),
     ((*H100, *WIDE, CAP, *ULYSSES), "flex", None),
@@ -202,7 +213,7 @@ TAKEN = [
     ((*H100, *WIDE, SINKS, "parallel=cp2"), "auto", None),  # blocks of flash attention
     ((*MI300X, *WIDE, PACKED, "parallel=cp2"), "auto", None),
     ((*H100, *WIDE, CAP, FP32), "auto", None),
-    ((*H100, *WIDE, CAP, "model.attention_dropout=0.1"), "auto", None),
+    ((*H100, *WIDE, CAP, "model.attention_dropout=0.1"), "flex", None),
     ((*V100, *WIDE, CAP), "auto", None),
     ((*TINY, *WIDE, CAP), "auto", None),
     ((*H100, *WIDE, CAP, "model.attention_backend=math"), "math", None),
@@ -329,16 +340,33 @@ def test_a_window_costs_what_the_kernel_multiplies():
 def test_sinks_of_flex_attention_cost_passes_over_its_output():
     spec, _ = resolved(*H100, *LONG, *WIDE, SINKS)
     kernel = attention_kernel(spec, engine_stack(spec), None)
-    assert (kernel.scaled, kernel.merges, kernel.launches) == (True, 0, 0)
+    assert (kernel.scalings, kernel.merges, kernel.launches) == (1, 0, 0)
     kind = Layer(0, experts=False, window=None, mtp=False)
     shape, rates = AttentionShape(4096, 4096, 4, 2, 2), AttentionRates(1e15, 6e14, 1e14, 2.5e12)
     sunk, plain = (
-        attention_seconds(spec.model, kind, shape, one, rates) for one in (kernel, replace(kernel, scaled=False))
+        attention_seconds(spec.model, kind, shape, one, rates) for one in (kernel, replace(kernel, scalings=0))
     )
     values = 4096 * 4 * 16
     assert [a - b for a, b in zip(sunk, plain, strict=True)] == pytest.approx(
         [12 * values / rates.memory, 34 * values / rates.memory]
     )
+
+
+def test_dropout_takes_another_call_of_flex_attention_with_narrow_values():
+    spec, _ = resolved(*H100, *LONG, *WIDE, DROPOUT, SINKS)
+    kernel = attention_kernel(spec, engine_stack(spec), None)
+    assert (kernel.scalings, kernel.two_calls) == (2, True)
+    kind = Layer(0, experts=False, window=None, mtp=False)
+    shape, rates = AttentionShape(4096, 4096, 4, 2, 2), AttentionRates(1e15, 6e14, 1e14, 2.5e12)
+    kernel = replace(kernel, scalings=0)
+    dropped, plain = (
+        attention_seconds(spec.model, kind, shape, one, rates) for one in (kernel, replace(kernel, two_calls=False))
+    )
+    width = 16  # of heads: another call of 16 values costs as much as the first one
+    assert spec.model.head_dim == width
+    assert dropped == pytest.approx([2 * seconds for seconds in plain])
+    ring = attention_kernel(with_values(spec, {"parallel.cp": 2}), engine_stack(spec), None)
+    assert ring.launches == 2 * (FLEX_RING_LAUNCHES.value + FLEX_DROPOUT_LAUNCHES.value)
 
 
 def test_flex_attention_computes_its_forward_pass_twice_in_a_ring():

@@ -232,7 +232,12 @@ def hash_elements(rows: Tensor, columns: Tensor) -> Tensor:
 
 def mix_seed(seeds: Tensor, numbers: Tensor) -> Tensor:
     """Hash each seed with each number (from 0), broadcast."""
-    return _mix(seeds ^ hash_ids(numbers))
+    return mix_hash(seeds, hash_ids(numbers))
+
+
+def mix_hash(seeds: Tensor, hashes: Tensor) -> Tensor:
+    """Hash each seed with each number of which `hash_ids` is given, broadcast."""
+    return _mix(seeds ^ hashes)
 
 
 def hash_ids(numbers: Tensor) -> Tensor:

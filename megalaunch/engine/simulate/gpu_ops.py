@@ -8,6 +8,7 @@ and save for backward the same tensors as that kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,19 +113,19 @@ class _FlexAttention(torch.autograd.Function):
     """FlexAttention with its log-sum-exp: saves what flash attention does (torch's flex_attention.py)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *read: Tensor) -> tuple[Tensor, Tensor]:
         out, log_sum = _flash_forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.save_for_backward(q, k, v, out, log_sum, *read)
         return out, log_sum
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _, log_sum = ctx.saved_tensors
-        return _flash_backward(q, k, v, gradients[0], log_sum)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, log_sum, *read = ctx.saved_tensors
+        return *_flash_backward(q, k, v, gradients[0], log_sum), *(None for _ in read)
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out, log_sum = apply_tuple_function(_FlexAttention, q, k, v)
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, read: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    out, log_sum = apply_tuple_function(_FlexAttention, q, k, v, *read)
     return out, log_sum
 
 

@@ -19,6 +19,7 @@ from megalaunch.plan.topology import most_common_cp_comm_type
 from megalaunch.schema import RunSpec
 from megalaunch.schema.model import ModelSpec
 
+_LEAST_WIDTH = 16  # of values, in a call of which only the sums of weights are used
 _BLOCKS_OF_WIDE_WINDOW = 6  # of a window wider than the chunks of a context-parallel rank: it reaches 2 to 4 of them
 
 
@@ -33,7 +34,8 @@ class AttentionKernel:
         fp32: products are in fp32, whatever the compute dtype.
         merges: blocks merged into the output of a query.
         tile: keys that a kernel with a window multiplies besides the visible ones: both of its ends are whole tiles.
-        scaled: sinks scale the output.
+        scalings: how often sinks or dropout scale the output.
+        two_calls: dropout takes another call, with values of 16 numbers, for the sum of all weights.
         recomputed: backward computes the forward pass again, and the share of a block in the output's gradient.
         launches: operators that the host launches for blocks, both passes.
     """
@@ -44,7 +46,8 @@ class AttentionKernel:
     fp32: bool = False
     merges: float = 0.0
     tile: float = 0.0
-    scaled: bool = False
+    scalings: int = 0
+    two_calls: bool = False
     recomputed: bool = False
     launches: float = 0.0
 
@@ -87,11 +90,13 @@ def attention_kernel(spec: RunSpec, stack: Stack, window: int | None) -> Attenti
     taken = taken_backend(spec, window)
     if (taken == "flex" or taken in RUN_BACKENDS) and not has_library_ring(spec):
         tile = c.ATTENTION_TILE.value if window is not None and window < length else 0.0
-        called = AttentionKernel(_named_rate(taken), block, tile=tile)
+        drops = taken == "flex" and spec.model.attention_dropout > 0
+        called = AttentionKernel(_named_rate(taken), block, tile=tile, scalings=int(drops), two_calls=drops)
         if taken == "flex" and _ring_size(spec) > 1:
             turns = _turns(spec, window)
-            return replace(called, merges=turns, recomputed=True, launches=turns * c.FLEX_RING_LAUNCHES.value)
-        return replace(called, scaled=taken == "flex" and spec.model.attention_sinks)
+            launches = c.FLEX_RING_LAUNCHES.value + drops * c.FLEX_DROPOUT_LAUNCHES.value
+            return replace(called, merges=turns, recomputed=True, launches=turns * launches)
+        return replace(called, scalings=drops + (taken == "flex" and spec.model.attention_sinks))
     fused = AttentionKernel(_named_rate(taken), block, merges=merges)
     by_blocks = taken == "flash" and (masked or spec.model.attention_sinks or not whole)
     if taken not in ("auto", "math") and not by_blocks:
@@ -187,9 +192,11 @@ def attention_seconds(
     forward = c.ATTENTION_FORWARD.value * kernel.block / (kernel.block + c.ATTENTION_FORWARD_HALF.value) * narrow
     backward = c.ATTENTION_BACKWARD.value * kernel.block / (kernel.block + c.ATTENTION_BACKWARD_HALF.value) * narrow
     seconds = flops / (rates.peak * kernel.rate)
+    if kernel.two_calls:
+        seconds *= 1 + (query + _LEAST_WIDTH) / (query + value)
     merged = kernel.merges * shape.tokens / rates.memory
     keys, width = (query + value) * shape.groups, value * shape.heads
-    scaled = shape.tokens * width / rates.memory if kernel.scaled else 0.0
+    scaled = kernel.scalings * shape.tokens * width / rates.memory
     again = seconds / forward + merged * width * c.FLEX_RING_TRAFFIC.value if kernel.recomputed else 0.0
     return (
         seconds / forward + merged * width * c.MERGE_TRAFFIC_FORWARD.value + scaled * c.SINK_TRAFFIC_FORWARD.value,

@@ -69,12 +69,12 @@ MERGE_TRAFFIC_BACKWARD = Constant(
     "bytes moved per value by adding the gradients of two blocks", 10.0, "fp32 sums of 16-bit gradients"
 )
 SINK_TRAFFIC_FORWARD = Constant(
-    "bytes moved per value where sinks scale the output of FlexAttention, forward pass",
+    "bytes moved per value where sinks or dropout scale the output of FlexAttention, forward pass",
     12.0,
     "product in fp32, cast to 16 bits (engine/model/attention/flex_attention.py)",
 )
 SINK_TRAFFIC_BACKWARD = Constant(
-    "bytes moved per value where sinks scale the output of FlexAttention, backward pass",
+    "bytes moved per value where sinks or dropout scale the output of FlexAttention, backward pass",
     34.0,
     "fp32 gradients of both factors, cast to 16 bits",
 )
@@ -91,6 +91,11 @@ BLOCK_LAUNCHES = Constant(
 )
 FLEX_RING_LAUNCHES = Constant(
     "operators launched per turn of a ring by FlexAttention, both passes", 27.0, "counted: 21, and 6 of FlexAttention"
+)
+FLEX_DROPOUT_LAUNCHES = Constant(
+    "operators launched in addition per turn of a ring with attention dropout, both passes",
+    90.0,
+    "counted: 84, and 6 of FlexAttention",
 )
 SCORE_BLOCK = Constant("queries of a block with scores in fp32", 512.0, "engine/model/attention/online_softmax.py")
 SCORE_BLOCK_LAUNCHES = Constant(

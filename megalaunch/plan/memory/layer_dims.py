@@ -52,7 +52,8 @@ class LayerDims:
         router_matrices: values per token and expert that it saves.
         saved_score_bytes: bytes per token of weights that unfused attention saves.
         dropout_mask_bytes: bytes that dropout saves for a block's output.
-        scales_output: sinks scale the output of a fused kernel, by its log-sum-exp.
+        sinks_scale_output: sinks scale the output of a fused kernel, by its log-sum-exp.
+        two_calls: dropout takes two calls of FlexAttention, one of all weights for their sum.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
         repeated_kv_shards: those that repeating them for every query head adds.
         mask_keys: columns of a saved attention mask, per token of the rank.
@@ -107,7 +108,8 @@ class LayerDims:
     experts: bool
     mtp: bool
     saved_score_bytes: float
-    scales_output: bool
+    sinks_scale_output: bool
+    two_calls: bool
     saved_kv_shards: float
     repeated_kv_shards: float
     mask_keys: float
@@ -185,7 +187,8 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         experts=kind.experts,
         mtp=kind.mtp,
         saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
-        scales_output=_scales_output(model, dtypes),
+        sinks_scale_output=model.attention_sinks and _is_flex_call(dtypes),
+        two_calls=model.attention_dropout > 0 and _is_flex_call(dtypes),
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
         mask_keys=_mask_keys(model, kind, dtypes, profile),
@@ -270,9 +273,9 @@ def _saved_bytes_per_head(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups
     return (4 + (width if width != 4 else 0) + capped + (1 if model.attention_dropout else 0)) * dtypes.sequence_length
 
 
-def _scales_output(model: ModelSpec, dtypes: DtypesAndGroups) -> bool:
-    """Return whether sinks join FlexAttention's log-sum-exp (engine/model/attention/flex_attention.py)."""
-    return model.attention_sinks and dtypes.attention_backend == "flex" and not _is_ring(dtypes)
+def _is_flex_call(dtypes: DtypesAndGroups) -> bool:
+    """Return whether FlexAttention sees all keys of its queries (engine/model/attention/flex_attention.py)."""
+    return dtypes.attention_backend == "flex" and not _is_ring(dtypes)
 
 
 def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> float:
@@ -330,12 +333,13 @@ def _attention_buffer_bytes(
     """
     if _is_unfused(dtypes):
         return _unfused_peak(model, dtypes, heads)
-    if dtypes.attention_backend in RUN_BACKENDS or (dtypes.attention_backend == "flex" and not _is_ring(dtypes)):
-        # Sinks: in fp32 the output's gradient, and its products with the factor and the output. All-gathered: the
-        # gradients of the keys of all ranks, joined and by rank; the keys are freed by then.
+    if dtypes.attention_backend in RUN_BACKENDS or _is_flex_call(dtypes):
+        # Sinks and dropout: in fp32 the output's gradient, and its products with the factor and the output.
+        # All-gathered: the gradients of the keys of all ranks, joined and by rank; the keys are freed by then.
         gathered = dtypes.cp_comm_type == "allgather" and dtypes.cp > 1
         keys = dtype_bytes(dtypes.compute_dtype) * (2 * dtypes.cp * kv + query) if gathered else 0.0
-        return max(3 * 4 * query if _scales_output(model, dtypes) else 0.0, keys)
+        scaled = _is_flex_call(dtypes) and (model.attention_sinks or model.attention_dropout > 0)
+        return max(3 * 4 * query if scaled else 0.0, keys)
     if not profile.query_block:
         return 0.0
     if _computes_blocks_of_ranks(dtypes):

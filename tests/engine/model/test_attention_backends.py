@@ -32,7 +32,12 @@ from megalaunch.kernels.forms import use_kernel_forms
 from megalaunch.plan import attention_choice
 from megalaunch.plan.attention_choice import TakenBackends, choose_kernel, taken_backends
 from megalaunch.plan.cost.attention import attention_kernel
-from megalaunch.plan.cost.constants import BLOCK_LAUNCHES, FLEX_RING_LAUNCHES, SCORE_BLOCK_LAUNCHES
+from megalaunch.plan.cost.constants import (
+    BLOCK_LAUNCHES,
+    FLEX_DROPOUT_LAUNCHES,
+    FLEX_RING_LAUNCHES,
+    SCORE_BLOCK_LAUNCHES,
+)
 from megalaunch.plan.cost.stacks import engine_stack
 from megalaunch.schema import with_values
 
@@ -267,7 +272,18 @@ def test_the_planner_counts_the_turns_of_flex_attention_in_a_ring(window):
     assert planned == max(sum(bool(make_block_mask(mine, seen, window).blocks) for seen in tokens) for mine in tokens)
 
 
-def test_the_planner_counts_the_operators_of_flex_attention_in_a_ring():
+@pytest.mark.parametrize(
+    ("scoring", "each"),
+    [
+        (ScoreMod(0.3), FLEX_RING_LAUNCHES.value - 6),
+        (
+            ScoreMod(0.3, dropout_seeds=SEEDS[:1], dropout=0.3),
+            FLEX_RING_LAUNCHES.value + FLEX_DROPOUT_LAUNCHES.value - 12,
+        ),
+    ],
+    ids=["plain", "dropout"],
+)
+def test_the_planner_counts_the_operators_of_flex_attention_in_a_ring(scoring, each):
     """What FlexAttention does itself is counted apart: two passes forward and one backward, of two kernels each."""
     tokens = (range(64),)
     part = FlexPart(FlexMask.by_position(tokens, tokens, None, None))
@@ -275,12 +291,12 @@ def test_the_planner_counts_the_operators_of_flex_attention_in_a_ring():
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, k)]
     merged = OnlineSoftmax.empty(q, 16, None)
     with use_kernel_forms(GPU_KERNELS), torch.no_grad(), _Operators() as launched:
-        part.add_output(merged, q, k, k, ScoreMod(0.3))
+        part.add_output(merged, q, k, k, scoring)
         shared = BlockwiseBackward(q, q, merged.log_sum)
         before, _ = launched.count, shared.share  # once for all turns
         ignored = launched.count - before
-        part.add_gradients((q, k, k), ScoreMod(0.3), shared, *sums)
-    assert launched.count - ignored == FLEX_RING_LAUNCHES.value - 6
+        part.add_gradients((q, k, k), scoring, shared, *sums)
+    assert launched.count - ignored == each
 
 
 def _one_rank_of_context_parallelism(exchange, monkeypatch) -> ContextParallel:

@@ -110,7 +110,9 @@ DROPPING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(DROPPING, "two ranks", every=["tp2 sp", "flex, windows", "jitter of routers"]))
+@pytest.mark.parametrize(
+    "layout", slow_but(DROPPING, "two ranks", every=["tp2 sp", "flex, windows", "jitter of routers"])
+)
 def test_dropout_is_that_of_each_tokens_sample(layout, monkeypatch):
     """Held to one rank with whole samples: the plain reference passes documents through the model one by one."""
     monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)  # no gradients on a CPU

@@ -68,6 +68,7 @@ WINDOW = "model.sliding_window=512"
 EMULATE = "precision.emulate=true"
 PACKED = "data.reset_attention_mask=true"
 MIXED = (WINDOW, "model.sliding_window_pattern=2")
+DROPOUT = "model.attention_dropout=0.1"
 SOFT_CAP = "model.attn_logit_softcapping=30"
 NO_CALL = {"platform": "v100", "precision": "fp16"}  # no kernel of a whole mask: a dense one, or blocks
 
@@ -191,6 +192,9 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, MATH, "parallel.cp_comm_type=a2a")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, FLEX, SINKS)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, DROPOUT)),  # by FlexAttention
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, DROPOUT, SINKS, PACKED)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, DROPOUT, SELECTIVE)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=flash_attn", PACKED)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=te")),
     Case("dp", 1, (4, 4, 2048), LAYER, (FEW_WORDS, "model.attention_backend=efficient", PACKED)),
@@ -212,6 +216,8 @@ CASES = [
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SINKS, PACKED, FLEX, "model.ffn_hidden_size=1024")),
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, FLEX, "model.ffn_hidden_size=1024"), precision="fp32"),
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, FLEX), shape=LATENT),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, DROPOUT)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, DROPOUT, "parallel.cp_comm_type=a2a")),
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, SOFT_CAP, "model.ffn_hidden_size=1024", *TWO_LEVELS)),
     Case("cp4", 4, (4, 2, 4096), LAYER, (FEW_WORDS, "model.ffn_hidden_size=1024", *TWO_LEVELS)),
     Case("dp", 1, (8, 4, 2048), LOSS, (FEW_WORDS, PACKED, *ONE_GROUP), **NO_CALL),  # k and v of every head

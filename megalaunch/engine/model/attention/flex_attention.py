@@ -24,10 +24,9 @@ from megalaunch.engine.model.attention.score_mod import (
     DEFAULT_SCORE_MOD,
     AttentionFn,
     ScoreMod,
-    dropout_hashes,
     softcap,
 )
-from megalaunch.engine.model.dropout import keeps
+from megalaunch.engine.model.dropout import hash_ids, keeps, mix_hash
 from megalaunch.kernels.flex_attention import flex_operator, make_flex_mask
 from megalaunch.kernels.forms import kernel_forms
 
@@ -47,11 +46,23 @@ class DocumentTokens:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where queries and keys are in their samples, [S] and [T]; `rows` as of `dropout_hashes`."""
+    """Where tokens are in their samples, hashed: the positions of queries, [S], and of keys, [T].
+
+    `rows` is the sample of each query of a batch of one row, [S]; None: that of its row.
+    """
 
     queries: Tensor
     keys: Tensor
     rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, q_positions: Tensor, k_positions: Tensor, rows: Tensor | None = None) -> _Places:
+        return cls(hash_ids(q_positions), hash_ids(k_positions), rows)
+
+    def hashes(self, seeds_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hashes of queries, int32 [B, N, S], and keys, [T]: `keeps` of both says which weights are kept."""
+        seeds = seeds_BN[..., None] if self.rows is None else seeds_BN[self.rows].mT[None]
+        return mix_hash(seeds, self.queries), self.keys
 
 
 class FlexMask:
@@ -80,7 +91,7 @@ class FlexMask:
             window: The sliding window in tokens; None: full attention.
         """
         make = partial(_block_mask, queries, keys, documents_BS, window)
-        return cls(make, lambda device: _Places(positions_of(queries, device), positions_of(keys, device)))
+        return cls(make, lambda device: _Places.of(positions_of(queries, device), positions_of(keys, device)))
 
     @classmethod
     def by_token(
@@ -94,7 +105,7 @@ class FlexMask:
         def places(device: torch.device) -> _Places:
             assert sample_length is not None, "dropout needs the places of tokens in their samples"
             rows = queries.indices.div(sample_length, rounding_mode="floor")
-            return _Places(queries.indices % sample_length, keys.indices % sample_length, rows)
+            return _Places.of(queries.indices % sample_length, keys.indices % sample_length, rows)
 
         return cls(partial(_token_block_mask, queries, keys, window), places)
 
@@ -103,37 +114,29 @@ class FlexMask:
         if scoring.dropout_seeds is None:
             return self._call(q, k, v, scoring)
         _, log_sum = self._call(q, k, v[..., :_LEAST_WIDTH].detach(), scoring)
-        kept, kept_log_sum = self._call(q, k, v, scoring, self._dropped(scoring))
+        kept, kept_log_sum = self._call(q, k, v, scoring, self._dropout_hashes(scoring.dropout_seeds))
         difference = torch.where(log_sum == -torch.inf, 0.0, kept_log_sum - log_sum)  # queries that see no key
         share = difference.exp() * (1 / (1 - scoring.dropout))
         return (kept * share.unsqueeze(-1)).to(kept.dtype), log_sum
 
     def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod, score_mod: _ScoreModFn | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: ScoreMod, hashes: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Call FlexAttention; with hashes of queries and keys it sees the scores that dropout keeps."""
         form = kernel_forms().flex_attention
         if form is not None:
-            return form(q, k, v)
+            return form(q, k, v, hashes or ())
         if self._made is None:
             self._made = self._make(q.device)
-        if score_mod is None and scoring.soft_cap is not None:
-            score_mod = _capped(scoring.soft_cap)
+        score_mod = None if scoring.soft_cap is None else _capped(scoring.soft_cap)
+        if hashes is not None:
+            score_mod = _dropped(*hashes, scoring.dropout, score_mod)
         return _attend(q, k, v, self._made, scoring.softmax_scale(q), score_mod)
 
-    def _dropped(self, scoring: ScoreMod) -> _ScoreModFn:
-        """Return the score modification that hides what dropout drops."""
-        seeds, cap, rate = scoring.dropout_seeds, scoring.soft_cap, scoring.dropout
-        assert seeds is not None, "there is dropout"
+    def _dropout_hashes(self, seeds: Tensor) -> tuple[Tensor, Tensor]:
         if self._places is None:
             self._places = self._make_places(seeds.device)
-        places = self._places
-        q_hashes, k_hashes = dropout_hashes(seeds, places.queries, places.keys, places.rows)
-
-        def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            kept = keeps(q_hashes[batch, head, query], k_hashes[key], rate)
-            return torch.where(kept, score if cap is None else softcap(score, cap), -torch.inf)
-
-        return score_mod
+        return self._places.hashes(seeds)
 
 
 def flex_attention_by_position(
@@ -182,6 +185,16 @@ def _capped(cap: float) -> _ScoreModFn:
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap(score, cap)
+
+    return score_mod
+
+
+def _dropped(q_hashes: Tensor, k_hashes: Tensor, rate: float, modified: _ScoreModFn | None) -> _ScoreModFn:
+    """Return the score modification that hides the scores that dropout drops, and modifies the others."""
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        kept = keeps(q_hashes[batch, head, query], k_hashes[key], rate)
+        return torch.where(kept, score if modified is None else modified(score, batch, head, query, key), -torch.inf)
 
     return score_mod
 

@@ -59,7 +59,9 @@ class ScoreMod:
         """Return which weights dropout keeps, bool [B, N, S, T]; None: all."""
         if self.dropout_seeds is None:
             return None
-        return keep_mask(*dropout_hashes(self.dropout_seeds, mask.q_positions, mask.k_positions), self.dropout)
+        return keep_mask(
+            mix_seed(self.dropout_seeds[..., None], mask.q_positions), hash_ids(mask.k_positions), self.dropout
+        )
 
     def of_row(self, row: int | None) -> ScoreMod:
         """Return the score modification of one row of the batch; None: of all rows."""
@@ -84,21 +86,6 @@ class AttentionFn(Protocol):
         self, q_BNsD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /
     ) -> Tensor:
         """Attend with queries [B, N, s, D] to keys and values [B, G, T, D] -> [B, N, s, D]."""
-
-
-def dropout_hashes(
-    seeds_BN: Tensor, q_positions: Tensor, k_positions: Tensor, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the hashes of queries, int32 [B, N, S], and keys, [T]: `keep_mask` of both says which weights are kept.
-
-    Args:
-        seeds_BN: The seeds of the samples' dropout masks.
-        q_positions: The positions of the queries in their samples, [S].
-        k_positions: Those of the keys, [T].
-        rows: The sample of each query of one row, [S], so that B is 1; None: that of its row.
-    """
-    seeds = seeds_BN[..., None] if rows is None else seeds_BN[rows].mT[None]
-    return mix_seed(seeds, q_positions), hash_ids(k_positions)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
