@@ -21,6 +21,35 @@ _ROUTER_BYTES: Mapping[RouterDtype, int] = MappingProxyType({"fp64": 8, "fp32": 
 
 
 @dataclass(frozen=True)
+class FlexCall:
+    """What a call of FlexAttention over all keys has besides (engine/model/attention/flex_attention.py).
+
+    Attributes:
+        sinks: they scale its output, by its log-sum-exp.
+        dropout: it takes another call, of all weights for their sum, and scales the output of those that are kept.
+    """
+
+    sinks: bool
+    dropout: bool
+
+    @classmethod
+    def of(cls, model: ModelSpec, dtypes: DtypesAndGroups) -> FlexCall:
+        """Return that of a layer; nothing with another backend, and in a ring, which keeps no outputs."""
+        taken = cls.is_taken(dtypes)
+        return cls(taken and model.attention_sinks, taken and model.attention_dropout > 0)
+
+    @staticmethod
+    def is_taken(dtypes: DtypesAndGroups) -> bool:
+        """Return whether FlexAttention sees all keys of its queries."""
+        return dtypes.attention_backend == "flex" and not _is_ring(dtypes)
+
+    @property
+    def scales_output(self) -> bool:
+        """Whether the output is scaled."""
+        return self.sinks or self.dropout
+
+
+@dataclass(frozen=True)
 class LayerDims:
     """Dimensions of one layer on one tensor-parallel rank, and bytes of its dtypes. Widths are local to the rank.
 
@@ -52,8 +81,7 @@ class LayerDims:
         router_matrices: values per token and expert that it saves.
         saved_score_bytes: bytes per token of weights that unfused attention saves.
         dropout_mask_bytes: bytes that dropout saves for a block's output.
-        sinks_scale_output: sinks scale the output of a fused kernel, by its log-sum-exp.
-        two_calls: dropout takes two calls of FlexAttention, one of all weights for their sum.
+        flex_call: what sinks and dropout add to a call of FlexAttention.
         saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
         repeated_kv_shards: those that repeating them for every query head adds.
         mask_keys: columns of a saved attention mask, per token of the rank.
@@ -108,8 +136,7 @@ class LayerDims:
     experts: bool
     mtp: bool
     saved_score_bytes: float
-    sinks_scale_output: bool
-    two_calls: bool
+    flex_call: FlexCall
     saved_kv_shards: float
     repeated_kv_shards: float
     mask_keys: float
@@ -187,8 +214,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         experts=kind.experts,
         mtp=kind.mtp,
         saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
-        sinks_scale_output=model.attention_sinks and _is_flex_call(dtypes),
-        two_calls=model.attention_dropout > 0 and _is_flex_call(dtypes),
+        flex_call=FlexCall.of(model, dtypes),
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
         mask_keys=_mask_keys(model, kind, dtypes, profile),
@@ -273,11 +299,6 @@ def _saved_bytes_per_head(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups
     return (4 + (width if width != 4 else 0) + capped + (1 if model.attention_dropout else 0)) * dtypes.sequence_length
 
 
-def _is_flex_call(dtypes: DtypesAndGroups) -> bool:
-    """Return whether FlexAttention sees all keys of its queries (engine/model/attention/flex_attention.py)."""
-    return dtypes.attention_backend == "flex" and not _is_ring(dtypes)
-
-
 def _unfused_peak(model: ModelSpec, dtypes: DtypesAndGroups, heads: float) -> float:
     """Return the peak of gradients in the backward of unfused attention: of both sides of the softmax, in fp32.
 
@@ -333,13 +354,12 @@ def _attention_buffer_bytes(
     """
     if _is_unfused(dtypes):
         return _unfused_peak(model, dtypes, heads)
-    if dtypes.attention_backend in RUN_BACKENDS or _is_flex_call(dtypes):
+    if dtypes.attention_backend in RUN_BACKENDS or FlexCall.is_taken(dtypes):
         # Sinks and dropout: in fp32 the output's gradient, and its products with the factor and the output.
         # All-gathered: the gradients of the keys of all ranks, joined and by rank; the keys are freed by then.
         gathered = dtypes.cp_comm_type == "allgather" and dtypes.cp > 1
         keys = dtype_bytes(dtypes.compute_dtype) * (2 * dtypes.cp * kv + query) if gathered else 0.0
-        scaled = _is_flex_call(dtypes) and (model.attention_sinks or model.attention_dropout > 0)
-        return max(3 * 4 * query if scaled else 0.0, keys)
+        return max(3 * 4 * query if FlexCall.of(model, dtypes).scales_output else 0.0, keys)
     if not profile.query_block:
         return 0.0
     if _computes_blocks_of_ranks(dtypes):

@@ -87,13 +87,14 @@ ATTENTION = (
     OpRow("logsumexp of each softmax, fp32", lambda d: 4 * d.num_heads, "tp", ("attention",)),
     OpRow(
         "attention's output before its sinks, and their factor in fp32",
-        lambda d: d.activation_bytes * d.attention_output_width + 4 * d.num_heads if d.sinks_scale_output else 0,
+        lambda d: d.activation_bytes * d.attention_output_width + 4 * d.num_heads if d.flex_call.sinks else 0,
         recomputed_by=("attention",),
     ),
     OpRow(
         "attention's output of kept weights, and of all in 16 values; their sums, share and hashes, 4 bytes each",
         lambda d: (
-            d.activation_bytes * (d.attention_output_width + 16 * d.num_heads) + 17 * d.num_heads if d.two_calls else 0
+            d.flex_call.dropout
+            * (d.activation_bytes * (d.attention_output_width + 16 * d.num_heads) + 17 * d.num_heads)
         ),
         recomputed_by=("attention",),
     ),

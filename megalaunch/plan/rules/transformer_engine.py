@@ -54,8 +54,8 @@ def recipe(at: RuleContext) -> Iterator[Violation]:
 
 @rule("fp8.library_once", "With delayed scales of Transformer Engine a layer computes once in a forward pass.")
 def once(at: RuleContext) -> Iterator[Violation]:
-    """A layer that computes again writes over the amax that it noted. (One that is recomputed in the backward pass has
-    the scales of its forward pass, and notes nothing.)
+    """A layer that computes again writes over the amax that it noted. One that is recomputed in the backward pass has
+    the scales of its forward pass, and notes nothing.
     """
     if _is_used(at) and at.spec.precision.fp8.recipe == "delayed" and at.spec.parallel.overlap_moe_expert_parallel_comm:
         yield Violation(
