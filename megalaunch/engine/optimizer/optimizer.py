@@ -38,9 +38,9 @@ class Optimizer:
     """Update rules on this rank's shards.
 
     Weight decay applies to matrices and, with `apply_wd_to_qk_layernorm`, to QK norms; not to other vectors (norms,
-    biases) and the biases of experts. The states of a fraction
-    of the parameters may be in host memory (`optimizer_offload_fraction`), copied by `host` (None: as the device does).
-    `outer` makes the outer steps of `parallel.outer_steps`; `build_optimizer` gives it.
+    biases) and the biases of experts. The states of a fraction of the parameters may be in host memory
+    (`optimizer_offload_fraction`), copied by `host` (None: as the device does). `outer` makes the outer steps of
+    `parallel.outer_steps`; `build_optimizer` gives it.
     """
 
     def __init__(

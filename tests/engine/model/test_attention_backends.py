@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_packages import forget_packages, stand_in_for_attention_packages
+from flex_on_cpu import flex_gradients
 from made_specs import resolved
 from slow_cases import slow_but
-from torch.nn.attention import flex_attention as torch_flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_stand_in import varlen_on_cpu
 
@@ -69,9 +69,9 @@ def packages(monkeypatch):
 
 
 @pytest.fixture
-def flex_backward_on_cpu(monkeypatch):
-    """torch refuses gradients of FlexAttention on a CPU before it computes them operator by operator."""
-    monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)
+def flex_backward_on_cpu():
+    with flex_gradients():
+        yield
 
 
 def _results(backend, mask, values_width=16, **scores) -> list[torch.Tensor]:

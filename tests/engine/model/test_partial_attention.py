@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from flex_on_cpu import flex_gradients
 from slow_cases import slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -92,9 +93,9 @@ class Sample:
 
 
 @pytest.fixture(autouse=True)
-def flex_backward_on_cpu(monkeypatch):
-    """torch refuses gradients of FlexAttention on a CPU before it computes them operator by operator."""
-    monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)
+def flex_backward_on_cpu():
+    with flex_gradients():
+        yield
 
 
 def _by_parts(kind: str, sample: Sample) -> list[Tensor]:

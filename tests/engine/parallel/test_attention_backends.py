@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_packages import forget_packages, stand_in_for_attention_packages
+from flex_on_cpu import flex_gradients
 from oracle import few_samples, hold_to_one_process, shake, small_spec
 from slow_cases import slow_but
 from torch.nn.attention import SDPBackend, flex_attention
@@ -157,12 +158,11 @@ SLOW = [
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
     stand_in_for_attention_packages(monkeypatch)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
     kernels = dict.fromkeys(
         ("efficient", "cudnn"), SDPBackend.MATH
     )  # a CPU has none; this one asks for the same inputs
     monkeypatch.setattr(causal_attention, "_SDP_BACKENDS", {**causal_attention._SDP_BACKENDS, **kernels})
-    with varlen_on_cpu():
+    with varlen_on_cpu(), flex_gradients():
         yield
     forget_packages()
 

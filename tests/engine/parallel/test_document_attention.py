@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_packages import forget_packages, stand_in_for_attention_packages
+from flex_on_cpu import flex_gradients
 from slow_cases import slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -45,8 +46,7 @@ def _computes(name: TakenBackend, scores: str) -> bool:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     stand_in_for_attention_packages(monkeypatch)
-    monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)  # no gradients on a CPU
-    with varlen_on_cpu():
+    with varlen_on_cpu(), flex_gradients():
         yield
     forget_packages()
 

@@ -9,10 +9,10 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from flex_on_cpu import flex_gradients
 from forked_ranks import run_ranks
 from oracle import Numbers, assert_same, joined_stages, on_ranks, one_process, small_spec
 from slow_cases import slow_but
-from torch.nn.attention import flex_attention as torch_flex_attention
 
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
@@ -113,15 +113,16 @@ DROPPING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "layout", slow_but(DROPPING, "two ranks", every=["tp2 sp", "flex, windows", "jitter of routers"])
 )
-def test_dropout_is_that_of_each_tokens_sample(layout, monkeypatch):
+def test_dropout_is_that_of_each_tokens_sample(layout):
     """Held to one rank with whole samples: the plain reference passes documents through the model one by one."""
-    monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)  # no gradients on a CPU
     values = DROPPING[layout]
     ranks = 2 if layout in ("two ranks", "math, windows", "flex, windows") else 4
     model = DROPOUT | {key: value for key, value in values.items() if key.startswith("model__")}
     alone = small_spec(**{**SHAPE, **PACKED, "parallel__dp": 1, **model})
-    found = run_ranks(ranks, _uneven_on_ranks, small_spec(**{**DEALT, **DROPOUT, **values}))
-    assert_same(joined_stages(found), joined_stages(run_ranks(1, _uneven_on_ranks, alone)))
+    with flex_gradients():
+        found = run_ranks(ranks, _uneven_on_ranks, small_spec(**{**DEALT, **DROPOUT, **values}))
+        whole = run_ranks(1, _uneven_on_ranks, alone)
+    assert_same(joined_stages(found), joined_stages(whole))
 
 
 LENGTHS = (

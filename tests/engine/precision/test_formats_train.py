@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import transformer_engine_stand_in
 from attention_packages import forget_packages, stand_in_for_attention_packages
+from flex_on_cpu import flex_gradients
 from forked_ranks import run_ranks
 from made_specs import resolved
 from oracle import rank_mesh
 from slow_cases import slow_but
-from torch.nn.attention import SDPBackend, flex_attention
+from torch.nn.attention import SDPBackend
 from transformer_engine_runs import install_stand_in
 
 from megalaunch.data.prepare import PreparedData, prepare
@@ -151,10 +152,10 @@ def stand_ins(monkeypatch):
     """What a CPU lacks: packages, gradients of FlexAttention, and two kernels of torch's operator, for which it has
     one that computes operator by operator."""
     stand_in_for_attention_packages(monkeypatch)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     kernels = dict.fromkeys(("efficient", "cudnn"), SDPBackend.MATH)
     monkeypatch.setattr(causal_attention, "_SDP_BACKENDS", {**causal_attention._SDP_BACKENDS, **kernels})
-    yield
+    with flex_gradients():
+        yield
     forget_packages()
 
 
