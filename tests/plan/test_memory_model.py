@@ -35,6 +35,12 @@ def _with(spec, **values):
     return derive(with_values(spec, paths))[0]
 
 
+def test_only_the_engine_drops_weights_by_flex_attention(llama):
+    dropped = _with(llama, model__attention_dropout=0.1)
+    assert predict_memory(dropped).activations > predict_memory(llama).activations
+    assert predict_memory(dropped, MEGATRON) == predict_memory(llama, MEGATRON)
+
+
 @pytest.mark.parametrize(
     ("schedule", "pp", "chunks", "rank", "microbatches", "expected"),
     [

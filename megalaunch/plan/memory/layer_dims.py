@@ -33,9 +33,9 @@ class FlexCall:
     dropout: bool
 
     @classmethod
-    def of(cls, model: ModelSpec, dtypes: DtypesAndGroups) -> FlexCall:
-        """Return that of a layer; nothing with another backend, and in a ring, which keeps no outputs."""
-        taken = cls.is_taken(dtypes)
+    def of(cls, model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile) -> FlexCall:
+        """Return that of a layer: nothing in a ring, which keeps no outputs, with other backends, and other engines."""
+        taken = cls.is_taken(dtypes) and profile.query_block > 0
         return cls(taken and model.attention_sinks, taken and model.attention_dropout > 0)
 
     @staticmethod
@@ -214,7 +214,7 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: 
         experts=kind.experts,
         mtp=kind.mtp,
         saved_score_bytes=local_heads * _saved_bytes_per_head(model, kind, dtypes, profile),
-        flex_call=FlexCall.of(model, dtypes),
+        flex_call=FlexCall.of(model, dtypes, profile),
         saved_kv_shards=_saved_kv_shards(dtypes, groups),
         repeated_kv_shards=_repeated_kv_shards(model, kind, dtypes, profile, groups),
         mask_keys=_mask_keys(model, kind, dtypes, profile),
@@ -359,7 +359,7 @@ def _attention_buffer_bytes(
         # All-gathered: the gradients of the keys of all ranks, joined and by rank; the keys are freed by then.
         gathered = dtypes.cp_comm_type == "allgather" and dtypes.cp > 1
         keys = dtype_bytes(dtypes.compute_dtype) * (2 * dtypes.cp * kv + query) if gathered else 0.0
-        return max(3 * 4 * query if FlexCall.of(model, dtypes).scales_output else 0.0, keys)
+        return max(3 * 4 * query if FlexCall.of(model, dtypes, profile).scales_output else 0.0, keys)
     if not profile.query_block:
         return 0.0
     if _computes_blocks_of_ranks(dtypes):
