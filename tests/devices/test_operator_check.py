@@ -110,7 +110,8 @@ def test_right_operators_pass(tmp_path, entry):
         ),
         (
             "WRONG_CLASS",
-            "wrong: engine.model.attention.attention.Attention by vendor.modules:OtherAttention (vendor 1.0), "
+            "wrong: engine.model.attention.attention.Attention (output gate) by vendor.modules:OtherAttention "
+            "(vendor 1.0), engine.model.attention.attention.Attention by vendor.modules:OtherAttention (vendor 1.0), "
             "engine.model.mlp.MLP (geglu) by vendor.modules:WrongMLP (vendor 1.0), "
             "engine.model.mlp.MLP (gelu) by vendor.modules:WrongMLP (vendor 1.0), "
             "engine.model.mlp.MLP by vendor.modules:WrongMLP (vendor 1.0)\n",
