@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import te_attention_stand_in
 import transformer_engine_stand_in as stand_in
+from attention_packages import forget_packages
 from float8_runs import float8_spec, train
 from forked_ranks import run_ranks
 from oracle import joined_stages, shake
@@ -18,6 +22,19 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in stand_in.transformer_engine_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(stand_in, "STATE", stand_in.State())
+
+
+@contextmanager
+def stand_in_with_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install the stand-in with its attention, both of which cast to fp8."""
+    install_stand_in(monkeypatch)
+    te_attention_stand_in.add_attention(sys.modules["transformer_engine.pytorch"])
+    monkeypatch.setattr(te_attention_stand_in, "STATE", te_attention_stand_in.State())
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    forget_packages()
+    stand_in.STATE.quantize = True
+    yield
+    forget_packages()
 
 
 def library_spec(layout: dict[str, Any], recipe: str = "tensorwise", **values: Any) -> Any:

@@ -10,13 +10,12 @@ import pytest
 import te_attention_stand_in
 import torch
 import transformer_engine_stand_in as stand_in
-from attention_packages import forget_packages
 from float8_runs import assert_close, resumed, run, saved
 from forked_ranks import RanksFailed, run_ranks
 from oracle import joined_stages
 from resumed_run import Run
 from slow_cases import slow_but
-from transformer_engine_runs import install_stand_in, library_spec, train_in_fp8
+from transformer_engine_runs import library_spec, stand_in_with_attention, train_in_fp8
 
 from megalaunch.engine.parallel.float8 import float8_states
 from megalaunch.engine.precision import policy
@@ -42,14 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    install_stand_in(monkeypatch)
-    te_attention_stand_in.add_attention(sys.modules["transformer_engine.pytorch"])
-    monkeypatch.setattr(te_attention_stand_in, "STATE", te_attention_stand_in.State())
-    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
-    forget_packages()
-    stand_in.STATE.quantize = True
-    yield
-    forget_packages()
+    with stand_in_with_attention(monkeypatch):
+        yield
 
 
 def attention_spec(layout: dict[str, Any], fp8: dict[str, Any] | None = None, **values: Any) -> Any:

@@ -6,20 +6,17 @@ other ones.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
-import te_attention_stand_in
 import torch
 import transformer_engine_stand_in as stand_in
-from attention_packages import forget_packages
 from forked_ranks import run_ranks
 from oracle import joined_stages
 from resumed_run import Run
 from slow_cases import slow_but
-from transformer_engine_runs import install_stand_in, library_spec, train_in_fp8
+from transformer_engine_runs import library_spec, stand_in_with_attention, train_in_fp8
 
 from megalaunch.engine.parallel.float8 import float8_states
 from megalaunch.engine.precision import policy
@@ -61,14 +58,8 @@ QUICK = ("full", "attention in fp8")
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    install_stand_in(monkeypatch)
-    te_attention_stand_in.add_attention(sys.modules["transformer_engine.pytorch"])
-    monkeypatch.setattr(te_attention_stand_in, "STATE", te_attention_stand_in.State())
-    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
-    forget_packages()
-    stand_in.STATE.quantize = True
-    yield
-    forget_packages()
+    with stand_in_with_attention(monkeypatch):
+        yield
 
 
 def _spec(values: dict[str, Any]) -> Any:
